@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -150,18 +150,12 @@ class GrammarCompiler:
             if known is not None and not known.is_spoiled:
                 self._keep(spec, known)
                 return known
-        grammar = _grammar_text(spec)
-        if spec.reasoning is not None:
-            grammar = partial(_after_reasoning, grammar, spec.reasoning, self._vocabulary)
-        tokenizer = self._ll_tokenizer()  # about a second for a large vocabulary, once; not the client's time
-        job = self._compile_pool.submit(_compile, tokenizer, grammar)
         try:
-            matcher = job.result(timeout=MAX_COMPILE_S)
-        except FutureTimeoutError:
-            job.cancel()
-            raise GrammarError(
-                f"{spec.kind} took more than {MAX_COMPILE_S:g} s to compile", hint="simplify it", param=spec.kind
-            ) from None
+            matcher = self._compiled(spec)
+        except GrammarError:
+            if spec.looser is None:
+                raise
+            matcher = self._compiled(replace(spec, source=spec.looser))
         ends = _ends(self._vocabulary, self._vocab_size)
         again = partial(_compile, tokenizer, grammar)
         compiled = CompiledGrammar(matcher, self._vocab_size, ends, self._mask_pool.submit, again)
@@ -169,6 +163,20 @@ class GrammarCompiler:
             self._in_use[spec] = compiled
             self._keep(spec, compiled)
         return compiled
+
+    def _compiled(self, spec: StructuredSpec) -> llguidance.LLMatcher:
+        grammar = _grammar_text(spec)
+        if spec.reasoning is not None:
+            grammar = partial(_after_reasoning, grammar, spec.reasoning, self._vocabulary)
+        tokenizer = self._ll_tokenizer()  # about a second for a large vocabulary, once; not the client's time
+        job = self._compile_pool.submit(_compile, tokenizer, grammar)
+        try:
+            return job.result(timeout=MAX_COMPILE_S)
+        except FutureTimeoutError:
+            job.cancel()
+            raise GrammarError(
+                f"{spec.kind} took more than {MAX_COMPILE_S:g} s to compile", hint="simplify it", param=spec.kind
+            ) from None
 
     def _keep(self, spec: StructuredSpec, compiled: CompiledGrammar) -> None:
         self._cache[spec] = compiled

@@ -77,19 +77,22 @@ class FreeReasoning:
 class StructuredSpec:
     """A constraint on the output text. `kind` is json_object | json_schema | regex | choice | grammar.
 
-    `source` is the schema as JSON text, the regex, the choices as a JSON array, or the Lark grammar. It holds for what
-    comes after `reasoning`, where there may be any.
+    `source` is the schema as JSON text, the regex, the choices as a JSON array, or the Lark grammar; `looser` stands in its
+    place where it cannot be compiled. It holds for what comes after `reasoning`, where there may be any.
     """
 
     kind: str
     source: str
     reasoning: FreeReasoning | None = None
+    looser: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is no text; whether the constraint has a meaning is seen when it is compiled."""
         text("kind", self.kind, BadSampling)
         text("source", self.source, BadSampling)
         _instance("reasoning", self.reasoning, FreeReasoning)
+        if self.looser is not None:
+            text("looser", self.looser, BadSampling)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -311,3 +311,39 @@ def test_words_to_people_take_no_room_in_a_grammar() -> None:
     source = tool_call_spec(tools, HERMES).source
     assert len(source) < 16_384
     assert '"description":{"type":"string"}' in source
+
+
+@pytest.mark.parametrize("form", [HERMES, TAGGED], ids=["hermes", "tagged"])
+@pytest.mark.parametrize(
+    "odd",
+    [{"type": "string", "pattern": "(?=.*[A-Z])x"}, {"type": "object", "propertyNames": {"pattern": "x"}},
+     {"not": {"type": "null"}}, {"type": "array", "uniqueItems": True}],
+)  # fmt: skip
+def test_a_loose_tool_whose_schema_no_compiler_takes_may_still_be_called(form, odd) -> None:
+    """It had the whole request refused, strict tools and all; or could be called with no arguments at all."""
+    loose = {
+        "type": "function",
+        "function": {"name": "odd", "parameters": {"properties": {"q": odd}, "required": ["q"]}},
+    }
+    own = Tokenizer(with_tags("added"), {}, EOS)
+    spec = strict_calls_spec([STRICT[0], loose], form, tag_ids=own.tags_in(form.literals))
+    assert spec is not None
+    compiler = GrammarCompiler(own, own.vocab_size)
+    arguments = '{"q": ["x"]}' if form is HERMES else '<parameter=q>\n["x"]\n</parameter>\n'
+    for call in (
+        f"{form.head}{arguments}{form.close}".replace(NAME, "odd"),
+        f"{form.head}{arguments}{form.close}".replace(NAME, "weather"),
+    ):
+        state = compiler.compile(spec).begin()
+        ids = own.encode(call, add_special_tokens=False)
+        n_taken = next((i for i, token_id in enumerate(ids) if not _takes(state, token_id)), len(ids))
+        assert (n_taken == len(ids)) == ("odd" in call), own.decode(ids[: n_taken + 1])
+    compiler.close()
+
+
+def _takes(state, token_id: int) -> bool:
+    """Whether the token may come next, as it does then."""
+    if token_id != state.forced_token_id and not state.admits(token_id):
+        return False
+    state.advance(token_id)
+    return True

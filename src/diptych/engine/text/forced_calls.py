@@ -86,22 +86,22 @@ def strict_calls_spec(
     """The grammar for tool_choice "auto" where a tool is `strict`: text as the model likes, and calls that fit from the tag
     on that begins them. None where no token of its own begins a call, so that text cannot be told from one.
 
-    A tool that is not strict, and whose schema no grammar holds, is held to JSON alone.
+    A tool that is not strict, and whose schema no grammar holds, is held to JSON alone; all that are not strict, where the
+    compiler finds that out.
     """
     if form.trigger not in tag_ids:
         return None
-    forced = tool_call_spec(
-        [tool if _is_strict(tool) else _loosened(tool) for tool in tools],
-        form,
-        is_parallel=is_parallel,
-        tag_ids=tag_ids,
-        stops=stops,
-    )
-    start, rest = forced.source.split("\n", 1)
-    calls = start.removeprefix("start: LEAD ")
-    # text spells no tag: the token that begins a call is where the grammar of calls begins
-    source = f"start: TEXT ({calls})?\n{rest}\nTEXT: /(?s:.*)/"
-    return StructuredSpec(kind="grammar", source=source)
+
+    def source(tools: Sequence[Mapping[str, Any]]) -> str:
+        forced = tool_call_spec(tools, form, is_parallel=is_parallel, tag_ids=tag_ids, stops=stops)
+        start, rest = forced.source.split("\n", 1)
+        calls = start.removeprefix("start: LEAD ")
+        # text spells no tag: the token that begins a call is where the grammar of calls begins
+        return f"start: TEXT ({calls})?\n{rest}\nTEXT: /(?s:.*)/"
+
+    held = [tool if _is_strict(tool) or _is_writable(tool, form) else _loosened(tool) for tool in tools]
+    loosened = [tool if _is_strict(tool) else _loosened(tool) for tool in tools]
+    return StructuredSpec(kind="grammar", source=source(held), looser=None if loosened == held else source(loosened))
 
 
 def _is_strict(tool: Mapping[str, Any]) -> bool:
@@ -109,13 +109,20 @@ def _is_strict(tool: Mapping[str, Any]) -> bool:
     return isinstance(function, Mapping) and function.get("strict") is True
 
 
-def _loosened(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = tool.get("function", tool)
+def _is_writable(tool: Mapping[str, Any], form: CallForm) -> bool:
+    """Whether a grammar can be written of its schema; the compiler may refuse that still."""
     try:
-        _holdable_parameters(function)
+        _Grammar(form, {}).call(tool.get("function", tool))
     except GrammarError:
-        return {"type": "function", "function": {**function, "parameters": {"additionalProperties": True}}}
-    return tool
+        return False
+    return True
+
+
+def _loosened(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {
+        "type": "function",
+        "function": {**tool.get("function", tool), "parameters": {"additionalProperties": True}},
+    }
 
 
 @dataclass(slots=True)
