@@ -3,7 +3,7 @@
 Standard library only. For grammars of values that are not written as JSON, or not as part of their object's; JSON itself is
 held by the whole schema (`json_schema`).
 
->>> alternatives({"anyOf": [{"$ref": "#/$defs/a"}, {"const": "b"}]}, {"$defs": {"a": {"maxLength": 3}}})
+>>> Alternatives({"$defs": {"a": {"maxLength": 3}}}).of({"anyOf": [{"$ref": "#/$defs/a"}, {"const": "b"}]})
 [{'maxLength': 3}, {'const': 'b'}]
 """
 
@@ -14,10 +14,11 @@ from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
 
-from diptych.compute.json_schema import ANNOTATIONS, target
+from diptych.compute.json_schema import ANNOTATIONS, MAX_SCHEMA_DEPTH, target
 from diptych.ground.errors import GrammarError
 
 MOST_ALTERNATIVES = 256
+MOST_MERGES = 4096  # of one with another, 3 us each
 _ASIDE = ANNOTATIONS | {"$defs", "definitions", "$schema", "$id"}  # say nothing of the value
 _JOINS = {"$ref", "allOf", "anyOf", "oneOf"}
 _LEAST = {"minLength": max, "minProperties": max, "maxLength": min, "maxProperties": min}
@@ -51,14 +52,6 @@ def rooted(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]
     return {**made, "$defs": defs} if defs else made
 
 
-def alternatives(schema: object, root: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Schemas without references, allOf, anyOf and oneOf, of which a value satisfies one where it satisfies `schema`.
-
-    Raises GrammarError for a schema that is none, refers to itself, has very many alternatives or such as hold together.
-    """
-    return _Alternatives(root).of(schema)
-
-
 def check_keywords(schema: object) -> None:
     """Raise GrammarError for what is no schema, by the keywords that grammars are made of here."""
     if isinstance(schema, bool):
@@ -76,23 +69,32 @@ def check_keywords(schema: object) -> None:
             raise GrammarError(f"{name} is {schema[name]!r:.80}; it must be a whole number")
 
 
-class _Alternatives:
-    """Those of one schema, each reference followed once."""
+class Alternatives:
+    """Of the schemas in a whole one, `root`; each reference is followed once."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
-        self._root = root
+        self.root = root
         self._found: dict[str, list[dict[str, Any]] | None] = {}  # None: on the way to it
+        self._depth = 0  # of references on the way
+        self._n_merges = 0
 
     def of(self, schema: object) -> list[dict[str, Any]]:
+        """Schemas without references, allOf, anyOf and oneOf, of which a value satisfies one where it satisfies `schema`.
+
+        Raises GrammarError for a schema that is none, refers to itself, has very many alternatives or such as hold together.
+        """
         check_keywords(schema)
         if not isinstance(schema, Mapping):
             return [{}] if schema else []
         made = [{key: value for key, value in schema.items() if key not in _ASIDE | _JOINS}]
         for options in self._choices(schema):
+            self._n_merges += len(made) * len(options)
+            if self._n_merges > MOST_MERGES:
+                raise _too_many()
             pairs = ((one, other) for one in made for other in options)
             made = [both for one, other in pairs if (both := _merged(one, other)) is not None]
             if len(made) > MOST_ALTERNATIVES:
-                raise GrammarError(f"a schema has {len(made)} alternatives; at most {MOST_ALTERNATIVES} are told apart")
+                raise _too_many()
         return made
 
     def _choices(self, schema: Mapping[str, Any]) -> Iterator[list[dict[str, Any]]]:
@@ -105,22 +107,32 @@ class _Alternatives:
             yield [one for part in schema["anyOf"] for one in self.of(part)]
         if schema.get("oneOf"):
             parts = [self.of(part) for part in schema["oneOf"]]
+            if sum(map(len, parts)) > MOST_ALTERNATIVES:
+                raise _too_many()
             for first, second in combinations(parts, 2):
                 if not all(_are_apart(one, other) for one in first for other in second):
                     raise GrammarError("oneOf has parts that may hold together, which a grammar cannot refuse")
             yield [one for part in parts for one in part]
 
     def _followed(self, ref: object) -> list[dict[str, Any]]:
-        value = target(self._root, unquote(ref)) if isinstance(ref, str) else None
+        value = target(self.root, unquote(ref)) if isinstance(ref, str) else None
         if not isinstance(ref, str) or not isinstance(value, Mapping | bool):
             raise GrammarError(f"$ref is {ref!r:.80}, which points to no schema")
         if ref not in self._found:
             self._found[ref] = None
+            self._depth += 1
+            if self._depth > MAX_SCHEMA_DEPTH:
+                raise GrammarError(f"$ref leads over more than {MAX_SCHEMA_DEPTH} others")
             self._found[ref] = self.of(value)
+            self._depth -= 1
         found = self._found[ref]
         if found is None:
             raise GrammarError(f"$ref {ref!r:.80} leads back to itself")
         return found
+
+
+def _too_many() -> GrammarError:
+    return GrammarError(f"a schema has very many alternatives; at most {MOST_ALTERNATIVES} are told apart")
 
 
 def _types(schema: Mapping[str, Any]) -> set[str] | None:

@@ -285,8 +285,24 @@ def test_arguments_written_one_by_one_satisfy_the_schema(form) -> None:
     [
         ({"properties": {"a": {"type": "string", "$ref": "#/$defs/x"}}}, "'#/\\$defs/x', which points to no schema"),
         ({"$ref": "#/$defs/x", "$defs": {"x": {"allOf": [{"$ref": "#/$defs/x"}]}}}, "leads back to itself"),
-        ({"allOf": [{"anyOf": [{"required": [str(i)]} for i in range(20)]}] * 3}, "has [0-9]+ alternatives"),
+        ({"allOf": [{"anyOf": [{"required": [str(i)]} for i in range(20)]}] * 3}, "has very many alternatives"),
         ({"allOf": [{"required": 5}]}, "required is 5"),
+        ({"oneOf": [{"const": i} for i in range(3000)]}, "has very many alternatives"),
+        ({"allOf": [{"anyOf": [{"enum": [i, i + 1]} for i in range(200)]}] * 9}, "has very many alternatives"),
+        (
+            {
+                "properties": {"a": {"type": "string", "$ref": "#/$defs/x0"}},
+                "$defs": {f"x{i}": {"allOf": [{"$ref": f"#/$defs/x{i + 1}"}] * 2} for i in range(500)} | {"x500": {}},
+            },
+            "leads over more than 32 others",
+        ),
+        (
+            {
+                "properties": {f"a{i}": {"$ref": "#/$defs/x"} for i in range(400)},
+                "$defs": {"x": {"properties": {f"p{i}": {"minimum": i} for i in range(400)}}},
+            },
+            "tools make a grammar of more than",
+        ),
         ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, "oneOf has parts that may hold together"),
         ({"properties": {"a": {}}, "not": {"required": ["a"]}}, "not cannot be held"),
         ({"properties": {"a": {}}, "required": ["b"], "additionalProperties": False}, "no object satisfies it"),

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from diptych.compute.json_schema import PATTERNS, holdable
-from diptych.compute.schema_parts import alternatives, check_keywords, rooted
+from diptych.compute.json_schema import MAX_SCHEMA_BYTES, PATTERNS, holdable
+from diptych.compute.schema_parts import Alternatives, check_keywords, rooted
 from diptych.engine.text.argument_values import json_types_of
 from diptych.engine.text.call_form import COUNT, HOLES, ID, KEY, KIND, NAME, CallForm, Style
 from diptych.ground.errors import GrammarError, RequestError
@@ -99,9 +99,17 @@ def strict_calls_spec(
         # text spells no tag: the token that begins a call is where the grammar of calls begins
         return f"start: TEXT ({calls})?\n{rest}\nTEXT: /(?s:.*)/"
 
-    held = [tool if _is_strict(tool) or _is_writable(tool, form) else _loosened(tool) for tool in tools]
     loosened = [tool if _is_strict(tool) else _loosened(tool) for tool in tools]
-    return StructuredSpec(kind="grammar", source=source(held), looser=None if loosened == held else source(loosened))
+    held = [
+        tool if _is_strict(tool) or _is_writable(tool, form) else loose
+        for tool, loose in zip(tools, loosened, strict=True)
+    ]
+    if held == loosened:
+        return StructuredSpec(kind="grammar", source=source(held))
+    try:
+        return StructuredSpec(kind="grammar", source=source(held), looser=source(loosened))
+    except GrammarError:  # all together they are too much
+        return StructuredSpec(kind="grammar", source=source(loosened))
 
 
 def _is_strict(tool: Mapping[str, Any]) -> bool:
@@ -132,6 +140,8 @@ class _Grammar:
     form: CallForm
     tag_ids: Mapping[str, int]
     lines: list[str] = field(default_factory=list)
+    n_chars: int = 0
+    parts: Alternatives = field(default_factory=lambda: Alternatives({}))  # of the function's parameters
 
     def literal(self, text: str, *, name: str = "") -> str:
         """A literal as a sequence of strings, tokens and what its holes may hold."""
@@ -152,6 +162,11 @@ class _Grammar:
         """The name of a new rule."""
         name = f"r{len(self.lines)}"
         self.lines.append(f"{name}: {body}")
+        self.n_chars += len(body)
+        if self.n_chars > MAX_SCHEMA_BYTES:  # what references point to stands in every rule that needs it
+            raise GrammarError(
+                f"tools make a grammar of more than {MAX_SCHEMA_BYTES} bytes", hint="offer fewer", param="tools"
+            )
         return name
 
     def json(self, schema: Mapping[str, Any]) -> str:
@@ -173,35 +188,36 @@ class _Grammar:
     def _arguments(self, schema: Mapping[str, Any]) -> str:
         if self.form.style not in (Style.TAGGED, Style.LITERAL):
             return self.json(schema)
+        self.parts = Alternatives(schema)
         write = self._tagged if self.form.style is Style.TAGGED else self._pairs
-        return f"({' | '.join(write(one, schema) for one in _objects(schema))})"
+        return f"({' | '.join(map(write, _objects(self.parts.of(schema))))})"
 
     # ---- arguments between tags
 
-    def _tagged(self, one: _Object, root: Mapping[str, Any]) -> str:
+    def _tagged(self, one: _Object) -> str:
         parts = []
         for key, schema in one.properties.items():
-            part = self.rule(self._argument(self.literal(key), key, schema, root))
+            part = self.rule(self._argument(self.literal(key), key, schema))
             parts.append(part if key in one.required else f"{part}?")
         if one.others is not None and KEY not in self.form.value_close:
-            parts.append(f"{self.rule(self._argument(_FREE_KEY, '', one.others, root))}*")
+            parts.append(f"{self.rule(self._argument(_FREE_KEY, '', one.others))}*")
         return " ".join(parts) or '""'
 
-    def _argument(self, key: str, name: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    def _argument(self, key: str, name: str, schema: Mapping[str, Any]) -> str:
         """One argument; key: what stands for its name in a rule."""
-        form, types = self.form, json_types_of(schema, root)
+        form, types = self.form, json_types_of(schema, self.parts.root)
         value_close = form.value_close.replace(KEY, name)
         if types == {"string"}:
-            kind, value = form.kinds.get("string", ""), self._text(schema, root, value_close)
+            kind, value = form.kinds.get("string", ""), self._text(schema, value_close)
         else:  # read as the JSON that it is, so of a kind that is no text
             kinds = [one for one in sorted(types or ()) if one != "string" and one in form.kinds]
             kind = form.kinds.get(next(iter(kinds), "object"), "")
-            value = f"{self.json(rooted(schema, root))} {self.literal(value_close)}"
+            value = f"{self.json(rooted(schema, self.parts.root))} {self.literal(value_close)}"
         return f"{self.literal(form.key_open)} {key} {self.literal(form.key_close.replace(KIND, kind))} {value}"
 
-    def _text(self, schema: Mapping[str, Any], root: Mapping[str, Any], close: str) -> str:
+    def _text(self, schema: Mapping[str, Any], close: str) -> str:
         """Plain text up to what closes it, with that."""
-        texts = [self._one_text(one, close) for one in alternatives(schema, root)]
+        texts = [self._one_text(one, close) for one in self.parts.of(schema)]
         if not texts:
             raise GrammarError("no text satisfies what a schema says of one")
         return texts[0] if len(texts) == 1 else f"({' | '.join(texts)})"
@@ -232,15 +248,15 @@ class _Grammar:
 
     # ---- arguments in the signs of a programming language
 
-    def _pairs(self, one: _Object, root: Mapping[str, Any], *, depth: int = 0) -> str:
+    def _pairs(self, one: _Object, *, depth: int = 0) -> str:
         """`key=value, ...` of an object, in the order of its properties."""
         comma = '", "' if self.form.quote == "'" else '","'
         parts = [
-            self.rule(f"{json.dumps(key + self.form.assign)} {self._value(schema, root, depth=depth)}")
+            self.rule(f"{json.dumps(key + self.form.assign)} {self._value(schema, depth=depth)}")
             for key, schema in one.properties.items()
         ]
         if not parts and one.others is not None:
-            part = self.rule(f"{_FREE_KEY} {json.dumps(self.form.assign)} {self._value(one.others, root, depth=depth)}")
+            part = self.rule(f"{_FREE_KEY} {json.dumps(self.form.assign)} {self._value(one.others, depth=depth)}")
             return self.rule(f"({part} ({comma} {part})*)?")
         optional = [key not in one.required for key in one.properties]
         tails = ['""']  # what may follow when something stands before it, from the last property on
@@ -256,29 +272,29 @@ class _Grammar:
             firsts.append('""')
         return self.rule(" | ".join(firsts))
 
-    def _value(self, schema: Mapping[str, Any], root: Mapping[str, Any], *, depth: int) -> str:
-        types = json_types_of(schema, root) or set()
+    def _value(self, schema: Mapping[str, Any], *, depth: int) -> str:
+        types = json_types_of(schema, self.parts.root) or set()
         kind = next(iter(types), "") if len(types) == 1 else ""
         is_python = self.form.quote == "'"
         if kind == "string":
             opening = self.literal(self.form.quote)
-            return f"{opening} {self._text(schema, root, self.form.quote)}"
+            return f"{opening} {self._text(schema, self.form.quote)}"
         if is_python or depth > _MAX_DEPTH or kind not in _PLAIN or not schema.keys() <= _PLAIN[kind]:
-            return self.json(rooted(schema, root))
+            return self.json(rooted(schema, self.parts.root))
         writers: dict[str, Callable[[], str]] = {
             "integer": lambda: f"/{_SCALARS['integer']}/",
             "number": lambda: f"/{_slashed(_SCALARS['number'])}/",
             "boolean": lambda: '("true" | "false")',
-            "object": lambda: f'"{{" {self._pairs(_objects(schema)[0], root, depth=depth + 1)} "}}"',
-            "array": lambda: self._list(schema, root, depth=depth + 1),
+            "object": lambda: f'"{{" {self._pairs(_objects([schema])[0], depth=depth + 1)} "}}"',
+            "array": lambda: self._list(schema, depth=depth + 1),
         }
         is_open = (kind == "object" and not schema.get("properties")) or (
             kind == "array" and not isinstance(schema.get("items"), Mapping)
         )
-        return self.json(rooted(schema, root)) if is_open else writers[kind]()
+        return self.json(rooted(schema, self.parts.root)) if is_open else writers[kind]()
 
-    def _list(self, schema: Mapping[str, Any], root: Mapping[str, Any], *, depth: int) -> str:
-        item = self.rule(self._value(schema["items"], root, depth=depth))
+    def _list(self, schema: Mapping[str, Any], *, depth: int) -> str:
+        item = self.rule(self._value(schema["items"], depth=depth))
         return f'"[" ({item} ("," {item})*)? "]"'
 
 
@@ -324,10 +340,10 @@ class _Object:
     others: Mapping[str, Any] | None
 
 
-def _objects(schema: Mapping[str, Any]) -> list[_Object]:
-    """The alternatives of an object whose properties are written one by one. GrammarError where it says more than they hold."""
+def _objects(schemas: Sequence[Mapping[str, Any]]) -> list[_Object]:
+    """Alternatives of an object whose properties are written one by one. GrammarError where they say more than those hold."""
     found = []
-    for one in alternatives(schema, schema):
+    for one in schemas:
         unheld = sorted(_UNHELD & one.keys())
         if unheld:
             raise GrammarError(f"{unheld[0]} cannot be held where a model writes arguments one by one")
