@@ -4,8 +4,11 @@ import contextlib
 import json
 import random
 import re
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import jsonschema_rs
 import numpy as np
@@ -367,6 +370,30 @@ def test_bombs_end_in_an_error_or_in_use(kind, source):
             if state.is_complete:
                 break
             state.advance(int(allowed[0]))
+
+
+DEEP = """
+import gc, sys
+import numpy as np
+sys.path[:0] = sys.argv[1:]
+from test_structured import COMPILER, spec
+chain = lambda name, open_, close, n: "\\n".join(
+    [f"start: {name}0", *(f"{name}{i}: {open_}{name}{i + 1}{close}" for i in range(n)), f'{name}{n}: "a"'])
+for source in (chain("a", "", "", 3500), chain("a", "(" * 28, ")" * 28, 900), chain("T", "(" * 28, ")?" * 28, 600)):
+    state = COMPILER.compile(spec("grammar", source)).begin()
+    state.advance(int(np.flatnonzero(state.allowed())[0]))
+    assert state.is_accepting
+    del state
+    gc.collect()
+"""
+
+
+def test_rules_that_lead_to_rules_end_no_process() -> None:
+    """43 KB of a grammar overran the stack of the thread that compiled it, and took the server with it."""
+    here = Path(__file__).parent
+    command = [sys.executable, "-c", DEEP, str(here), str(here.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-1000:]
 
 
 BLIND = [

@@ -39,6 +39,7 @@ from diptych.ground.request import FreeReasoning, StructuredSpec
 
 MAX_REGEX_BYTES = 4 * 1024
 MAX_COMPILE_S = 2.0
+COMPILE_STACK_BYTES = 256 << 20  # llguidance goes down a chain of rules on the stack: 64 KiB of them may take 70 MB
 KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 
 _MAX_CACHED = 256
@@ -122,6 +123,20 @@ def _ll_tokenizer(vocabulary: Vocabulary, vocab_size: int) -> llguidance.LLToken
     return made
 
 
+def _deep_pool(n_workers: int, name: str) -> ThreadPoolExecutor:
+    """Threads with COMPILE_STACK_BYTES, of which only what is used takes memory; a stack that overflows ends the process."""
+    pool = ThreadPoolExecutor(max_workers=n_workers, thread_name_prefix=name)
+    begun = threading.Barrier(n_workers + 1)
+    before = threading.stack_size(COMPILE_STACK_BYTES)  # of all threads that are begun meanwhile
+    try:
+        for _ in range(n_workers):
+            pool.submit(begun.wait)
+        begun.wait()
+    finally:
+        threading.stack_size(before)
+    return pool
+
+
 class GrammarCompiler:
     """Compiles and caches grammars for one tokenizer. Safe to use from several threads.
 
@@ -137,7 +152,7 @@ class GrammarCompiler:
         self._cache: OrderedDict[StructuredSpec, CompiledGrammar] = OrderedDict()
         # grammars of open requests stay known however many others were compiled since
         self._in_use: WeakValueDictionary[StructuredSpec, CompiledGrammar] = WeakValueDictionary()
-        self._compile_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grammar-compile")
+        self._compile_pool: ThreadPoolExecutor | None = None
         self._mask_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-mask")
 
     def compile(self, spec: StructuredSpec) -> CompiledGrammar:
@@ -169,7 +184,10 @@ class GrammarCompiler:
         if spec.reasoning is not None:
             grammar = partial(_after_reasoning, grammar, spec.reasoning, self._vocabulary)
         tokenizer = self._ll_tokenizer()  # about a second for a large vocabulary, once; not the client's time
-        job = self._compile_pool.submit(_compile, tokenizer, grammar)
+        with self._tokenizer_lock:
+            if self._compile_pool is None:
+                self._compile_pool = _deep_pool(2, "grammar-compile")
+            job = self._compile_pool.submit(_compile, tokenizer, grammar)
         try:
             return job.result(timeout=MAX_COMPILE_S)
         except FutureTimeoutError:
@@ -186,7 +204,8 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End the worker threads."""
-        self._compile_pool.shutdown(wait=False, cancel_futures=True)
+        if self._compile_pool is not None:
+            self._compile_pool.shutdown(wait=False, cancel_futures=True)
         self._mask_pool.shutdown(wait=False, cancel_futures=True)
 
     def _ll_tokenizer(self) -> llguidance.LLTokenizer:
