@@ -133,6 +133,15 @@ def test_other_kinds_are_obeyed(structured_spec, pattern):
     assert len({text for text, _ in texts}) > 1
 
 
+def test_choices_may_be_thousands():
+    """More than 2,000 were compiled, and the answer ended with an error behind its first token."""
+    state = COMPILER.compile(spec("choice", [f"label {i}" for i in range(4000)])).begin()
+    for token_id in TOKENIZER.encode("label 3999", add_special_tokens=False).ids:
+        assert state.admits(token_id)
+        state.advance(token_id)
+    assert state.is_accepting
+
+
 def test_json_object_is_any_object():
     """response_format json_object."""
     finished = [

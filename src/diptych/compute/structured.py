@@ -480,7 +480,8 @@ def _choice_grammar(source: str) -> Callable[[], str]:
         raise GrammarError(f"choice is not a JSON array: {error}", param="choice") from error
     if not isinstance(choices, list) or not choices or not all(isinstance(text, str) and text for text in choices):
         raise GrammarError("choice must be a JSON array of at least one non-empty string", param="choice")
-    lark = "start: " + " | ".join(json.dumps(text) for text in choices)
+    # one terminal, as a lexer holds any number of texts, and a parser 2,000 at a place
+    lark = "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in choices)
     return lambda: llguidance.LLMatcher.grammar_from_lark(lark)
 
 
