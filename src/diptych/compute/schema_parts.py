@@ -62,7 +62,8 @@ def check_keywords(schema: object) -> None:
     if not isinstance(properties, Mapping):
         raise GrammarError(f"properties is a {type(properties).__name__}; it must be an object")
     for name in ("required", "enum", "allOf", "anyOf", "oneOf"):
-        if name in schema and not isinstance(schema[name] or [], list):
+        # some write `required: true` in the schema of a value itself, which says nothing of the value
+        if name in schema and not isinstance(schema[name] or [], list) and (name != "required" or properties):
             raise GrammarError(f"{name} is {schema[name]!r:.80}; it must be a list")
     for name in _LEAST:
         if name in schema and (type(schema[name]) is not int or schema[name] < 0):
@@ -87,6 +88,8 @@ class Alternatives:
         if not isinstance(schema, Mapping):
             return [{}] if schema else []
         made = [{key: value for key, value in schema.items() if key not in _ASIDE | _JOINS}]
+        if not isinstance(schema.get("required") or [], list):
+            del made[0]["required"]
         for options in self._choices(schema):
             self._n_merges += len(made) * len(options)
             if self._n_merges > MOST_MERGES:

@@ -286,7 +286,7 @@ def test_arguments_written_one_by_one_satisfy_the_schema(form) -> None:
         ({"properties": {"a": {"type": "string", "$ref": "#/$defs/x"}}}, "'#/\\$defs/x', which points to no schema"),
         ({"$ref": "#/$defs/x", "$defs": {"x": {"allOf": [{"$ref": "#/$defs/x"}]}}}, "leads back to itself"),
         ({"allOf": [{"anyOf": [{"required": [str(i)]} for i in range(20)]}] * 3}, "has very many alternatives"),
-        ({"allOf": [{"required": 5}]}, "required is 5"),
+        ({"allOf": [{"properties": {"a": {}}, "required": 5}]}, "required is 5"),
         ({"oneOf": [{"const": i} for i in range(3000)]}, "has very many alternatives"),
         ({"allOf": [{"anyOf": [{"enum": [i, i + 1]} for i in range(200)]}] * 9}, "has very many alternatives"),
         (
@@ -312,6 +312,14 @@ def test_what_arguments_written_one_by_one_cannot_hold_is_refused(form, part, wo
     """And nothing is looked at again and again."""
     with pytest.raises(GrammarError, match=f"parameters of tool 'f': .*{words}"):
         tool_call_spec([{"type": "function", "function": {"name": "f", "parameters": part}}], form)
+
+
+@pytest.mark.parametrize("form", [TAGGED, GEMMA], ids=["tagged", "gemma"])
+def test_required_of_a_value_itself_says_nothing(form) -> None:
+    """As older schemas have it; these forms read the schema of a value apart."""
+    for part in ({"required": True}, {"properties": {"a": {"type": "string", "required": True}}}):
+        tool = {"type": "function", "function": {"name": "f", "parameters": part}}
+        assert tool_call_spec([tool], form).source
 
 
 def test_words_to_people_take_no_room_in_a_grammar() -> None:
