@@ -371,3 +371,17 @@ def _takes(state, token_id: int) -> bool:
         return False
     state.advance(token_id)
     return True
+
+
+@pytest.mark.parametrize("form", [HERMES, TAGGED, GEMMA], ids=["hermes", "tagged", "gemma"])
+def test_as_many_tools_as_a_request_may_have_make_a_grammar(form) -> None:
+    """What they had in common stood there for each of them, so that fifty were refused."""
+    parameters = {
+        "properties": {f"{kind}{i}": {"type": kind} for kind in ("string", "integer", "object") for i in range(4)},
+        "required": ["string0"],
+    }
+    tools = [{"type": "function", "function": {"name": f"tool_{i}", "parameters": parameters}} for i in range(128)]
+    own = Tokenizer(with_tags("letters"), {}, EOS)
+    compiler = GrammarCompiler(own, own.vocab_size)
+    compiler.compile(tool_call_spec(tools, form))
+    compiler.close()

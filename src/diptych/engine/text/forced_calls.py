@@ -23,6 +23,7 @@ _BLANKS = r"[ \n\t]{0,8}"  # a model that likes blanks must not write them for e
 _HOLE_RULES = {ID: "/[a-zA-Z0-9]{9}/", COUNT: "/[0-9]{1,2}/"}
 _SCALARS = {"integer": r"-?(0|[1-9][0-9]{0,17})", "number": r"-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?"}
 _MAX_DEPTH = 8
+_MOST_WRITTEN = 1 << 20  # 200 ms
 _FREE_KEY = r"/[A-Za-z_][A-Za-z0-9_-]{0,63}/"  # of an argument that no schema names
 # all that a value's schema may say where it is not written as JSON
 _PLAIN = {
@@ -100,10 +101,9 @@ def strict_calls_spec(
         return f"start: TEXT ({calls})?\n{rest}\nTEXT: /(?s:.*)/"
 
     loosened = [tool if _is_strict(tool) else _loosened(tool) for tool in tools]
-    held = [
-        tool if _is_strict(tool) or _is_writable(tool, form) else loose
-        for tool, loose in zip(tools, loosened, strict=True)
-    ]
+    trial = _Grammar(form, {})  # one for all, as its bounds are those of all together
+    pairs = zip(tools, loosened, strict=True)
+    held = [tool if _is_strict(tool) or _is_writable(tool, trial) else loose for tool, loose in pairs]
     if held == loosened:
         return StructuredSpec(kind="grammar", source=source(held))
     try:
@@ -117,10 +117,10 @@ def _is_strict(tool: Mapping[str, Any]) -> bool:
     return isinstance(function, Mapping) and function.get("strict") is True
 
 
-def _is_writable(tool: Mapping[str, Any], form: CallForm) -> bool:
+def _is_writable(tool: Mapping[str, Any], grammar: _Grammar) -> bool:
     """Whether a grammar can be written of its schema; the compiler may refuse that still."""
     try:
-        _Grammar(form, {}).call(tool.get("function", tool))
+        grammar.call(tool.get("function", tool))
     except GrammarError:
         return False
     return True
@@ -140,7 +140,9 @@ class _Grammar:
     form: CallForm
     tag_ids: Mapping[str, int]
     lines: list[str] = field(default_factory=list)
+    names: dict[tuple[str, str], str] = field(default_factory=dict)  # of rules, by body and attributes
     n_chars: int = 0
+    n_written: int = 0  # also of rules that were there
     parts: Alternatives = field(default_factory=lambda: Alternatives({}))  # of the function's parameters
 
     def literal(self, text: str, *, name: str = "") -> str:
@@ -158,16 +160,20 @@ class _Grammar:
         ]
         return " ".join(made) or '""'
 
-    def rule(self, body: str) -> str:
-        """The name of a new rule."""
-        name = f"r{len(self.lines)}"
-        self.lines.append(f"{name}: {body}")
-        self.n_chars += len(body)
-        if self.n_chars > MAX_SCHEMA_BYTES:  # what references point to stands in every rule that needs it
+    def rule(self, body: str, *, attributes: str = "") -> str:
+        """The name of the rule of this body; tools have many in common."""
+        self.n_written += len(body)
+        known = self.names.get((body, attributes))
+        if known is None:
+            known = self.names[body, attributes] = f"r{len(self.lines)}"
+            self.lines.append(f"{known}{attributes}: {body}")
+            self.n_chars += len(body)
+        # what references point to stands in every rule that needs it
+        if self.n_chars > MAX_SCHEMA_BYTES or self.n_written > _MOST_WRITTEN:
             raise GrammarError(
                 f"tools make a grammar of more than {MAX_SCHEMA_BYTES} bytes", hint="offer fewer", param="tools"
             )
-        return name
+        return known
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """Any JSON of a schema, which is a root of its own, or its `$ref`s would point nowhere."""
@@ -232,8 +238,7 @@ class _Grammar:
         tag = next((one for one in self.tag_ids if close.strip().startswith(one)), None)
         if tag is not None:
             return f"{self.rule(self._all(signs))} {self.literal(close)}"
-        body = self.rule(self._all(signs, close.strip()))
-        self.lines[-1] = self.lines[-1].replace(":", "[lazy]:", 1)
+        body = self.rule(self._all(signs, close.strip()), attributes="[lazy]")
         rest = close[len(close.rstrip()) :]
         return f"{body} {self.literal(rest)}" if rest else body
 
