@@ -39,7 +39,7 @@ from diptych.ground.request import FreeReasoning, StructuredSpec
 
 MAX_REGEX_BYTES = 4 * 1024
 MAX_COMPILE_S = 2.0
-COMPILE_STACK_BYTES = 256 << 20  # llguidance goes down a chain of rules on the stack: 64 KiB of them may take 70 MB
+COMPILE_STACK_BYTES = 128 << 20  # llguidance goes down a chain of rules on the stack: 64 KiB of them take up to 64 MB
 KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 
 _MAX_CACHED = 256
