@@ -162,7 +162,8 @@ def test_scales_of_a_cache_are_left_and_the_log_says_so(
     config = read_json(path / "config.json")
     config["quantization_config"] = {**config.get("quantization_config", {}), **section}
     (path / "config.json").write_text(json.dumps(config))
-    scales = {f"model.layers.0.self_attn.{one}": torch.tensor(0.5) for one in ("k_scale", "v_scale", "v_zero_point")}
+    names = ("k_scale", "v_scale", "v_zero_point", "q_scale", "k_proj.k_scale", "v_proj.v_scale", "qkv_proj.k_scale")
+    scales = {f"model.layers.0.self_attn.{one}": torch.tensor(0.5) for one in names}
     damaged(path, lambda tensors: tensors.update(scales))
     expected = logits_of(plain, backend="torch", weights="fp32")
     with caplog.at_level(logging.INFO, logger="diptych.compute"):

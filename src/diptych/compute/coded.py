@@ -28,10 +28,9 @@ from diptych.ground.formats import ENGINE_WEIGHTS, mean_bytes
 from diptych.models.quantisation import Quantisation
 from diptych.models.quantised import CODES
 
-# scales of keys and values in a cache of 8 bits, which is not the engine's
+# how names of scales of keys and values in a cache of 8 bits, which is not the engine's, end: of attention, or of a projection
 OF_CACHE = (
-    ".self_attn.k_scale", ".self_attn.v_scale", ".self_attn.kv_scale", ".self_attn.k_zero_point", ".self_attn.v_zero_point",
-    ".k_cache_scale", ".v_cache_scale",
+    "k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point", "k_cache_scale", "v_cache_scale",
 )  # fmt: skip
 logger = logging.getLogger("diptych.compute")
 
@@ -173,7 +172,7 @@ class CodedCheckpoint(Checkpoint):
 
     def _is_of_cache(self, name: str) -> bool:
         """Whether it is a scale that only a cache of its publisher's has."""
-        return name.endswith(OF_CACHE)
+        return name.rpartition(".")[2] in OF_CACHE
 
     def _is_no_bias(self, name: str) -> bool:
         """Whether it is one of zeros beside a quantised matrix: AutoGPTQ wrote those for every matrix without a bias."""

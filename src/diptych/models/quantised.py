@@ -57,7 +57,7 @@ BESIDE_CODES = (
     "qzeros", "scales", "g_idx", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_scale_inv",
     "input_scale", "input_zero_point", "activation_scale", "weight.absmax", "weight.quant_map", "weight.nested_absmax",
     "weight.nested_quant_map", "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "SCB",
-    "weight_format", "weight_global_scale", "weight_scale_2", "input_global_scale", "k_scale", "v_scale", "biases",
+    "weight_format", "weight_global_scale", "weight_scale_2", "input_global_scale", "q_scale", "k_scale", "v_scale", "biases",
     "output_scale", "output_zero_point", "embedding_scale", "input_activation_scale", "output_activation_scale",
     "k_cache_scale", "v_cache_scale", "kv_scale", "k_zero_point", "v_zero_point", "_weight_scale", "_weight_zero_point",
     "_weight_scale_and_zero", "_weight_per_tensor_scale", "_weight_act_pre_scale", "bitmask", "row_offsets", "shape",
