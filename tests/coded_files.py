@@ -124,7 +124,8 @@ def rounded(
         zeros = torch.full_like(scales, middle, dtype=torch.int64)
     else:
         scales = ((high - low) / (2 * middle - 1)).half()
-        zeros = (-low / scales.float()).round().clamp(1, 2 * middle - 1).long()
+        zeros = (-low / scales.float()).round().clamp(0, 2 * middle - 1).long()
+        zeros[::5] = 0  # of weights that are all positive
     codes = (by_group / scales.float()[..., None]).round().long() + zeros[..., None]
     return codes.clamp(0, 2 * middle - 1).reshape(n, k), scales, zeros
 
@@ -174,15 +175,15 @@ def packed_threes(values: torch.Tensor) -> torch.Tensor:
 
 
 def gptq(bits: int, group: int, *, symmetric: bool, act_order: bool = False, version: int = 1) -> Layout:
-    """AutoGPTQ's layout: version 1 stores zero points less one."""
+    """GPTQModel's layout, which was AutoGPTQ's: version 1 stores zero points less one (`convert_gptq_v2_to_v1_format`)."""
     per_word = 32 // bits
 
-    def packed(values: torch.Tensor) -> torch.Tensor:  # along the first axis
+    def packed(values: torch.Tensor, less: int = 0) -> torch.Tensor:  # along the first axis
         if bits == 3:
-            return packed_threes(values)
+            return packed_threes(values - less & 7)
         words = torch.zeros(values.shape[0] // per_word, values.shape[1], dtype=torch.int64)
         for i in range(per_word):
-            words |= values[i::per_word] << (i * bits)
+            words += values[i::per_word] - less << (i * bits)  # off whole words: a 0 borrows of the next
         return words.to(torch.int32)
 
     def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -193,10 +194,9 @@ def gptq(bits: int, group: int, *, symmetric: bool, act_order: bool = False, ver
         index[order] = torch.arange(k) // of
         codes, scales, zeros = rounded(w[:, order], bits, of, symmetric=symmetric)
         codes = codes[:, torch.argsort(order)]
-        mask = (1 << bits) - 1
-        stored = (zeros - (1 if version == 1 else 0)) & mask
+        stored = packed(zeros, 1 if version == 1 else 0).T.contiguous()
         tensors = {
-            "qweight": packed(codes.T), "qzeros": packed(stored).T.contiguous(), "scales": scales.T.contiguous(),
+            "qweight": packed(codes.T), "qzeros": stored, "scales": scales.T.contiguous(),
             "g_idx": index.to(torch.int32),
         }  # fmt: skip
         return tensors, valued(codes, scales, zeros, index)

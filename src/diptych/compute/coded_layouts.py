@@ -126,11 +126,22 @@ def _gptq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisatio
         return unpack_words(raw.stored(qweight).T, bits).flatten(1) + added
 
     def parts() -> CodedParts:
-        zeros = unpack_words(raw.stored(f"{prefix}.qzeros"), bits).flatten(1).T.to(torch.int32) + how.zero_added + added
+        zeros = _zero_points(raw.stored(f"{prefix}.qzeros"), bits, how.zero_added).T.to(torch.int32) + added
         index = _index(raw, f"{prefix}.g_idx", group, groups)
         return CodedParts(scales=raw.stored(scales).T.contiguous(), zeros=zeros.contiguous(), group=group, index=index)
 
     return CodedMatrix(prefix, shape, held, f"gptq-{bits}", codes, parts, all_bytes(raw, prefix))
+
+
+def _zero_points(stored: torch.Tensor, bits: int, one: int) -> torch.Tensor:
+    """uint8 [G, n]. one: what the first layout took off them before they were stored, 1 or 0.
+
+    Off a whole word at a time, so that a 0 borrowed of what lies behind it, to which the carry gives it back; of 3 bits, which
+    run over words, off each by itself.
+    """
+    if 8 % bits:
+        return (unpack_words(stored, bits).flatten(1) + one) & (1 << bits) - 1
+    return unpack_words(stored + sum(one << shift for shift in range(0, 32, bits)), bits).flatten(1)
 
 
 def _mlx(raw: RawTensors, prefix: str, shape: tuple[int, int], offsets: str) -> Matrix:
