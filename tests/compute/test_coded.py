@@ -31,8 +31,11 @@ from coded_files import (
     whole_fp8,
 )
 from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.runner import load_model
+from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.config import HfConfig, read_json
+from diptych.models.contents import contents_of
 from diptych.models.quantised import quantisation_of
 
 native = [
@@ -436,6 +439,26 @@ def test_auto_round_stores_zero_points_as_its_layout_does(
     checkpoint = opened(coded)
     for name, values in load_file(plain / "model.safetensors").items():
         assert torch.equal(checkpoint.tensor(name, *values.shape).read().float(), values.float()), name
+
+
+def test_parameters_of_a_mixture_of_bits_are_counted_by_their_own(original: Path, tmp_path: Path) -> None:
+    """llm-compressor's groups of modules: words were counted by the bits of the last of them."""
+    pytest.importorskip("compressed_tensors")
+    folders = {}
+    for layout in ("w8a16 rows", "w4a16", "w8a8"):
+        folders[layout], _ = made(layout, original, tmp_path / layout)
+    mixed, *others = folders.values()
+    config = read_json(mixed / "config.json")
+    groups, tensors = config["quantization_config"]["config_groups"], load_file(mixed / "model.safetensors")
+    for module, folder in zip(("up_proj", "down_proj"), others, strict=True):
+        section = read_json(folder / "config.json")["quantization_config"]
+        groups[module] = {**section["config_groups"]["group_0"], "format": section["format"]}
+        tensors = {name: one for name, one in tensors.items() if f".{module}." not in name}
+        tensors |= {name: one for name, one in load_file(folder / "model.safetensors").items() if f".{module}." in name}
+    (mixed / "config.json").write_text(json.dumps(config))
+    save_file(tensors, mixed / "model.safetensors", metadata={"format": "pt"})
+    counted = sum(group.parameters for group in contents_of(mixed).groups)
+    assert counted == load_model(mixed, ComputeConfig(backend="torch", threads=1)).n_parameters
 
 
 def test_bits_that_no_part_of_a_mixture_has_are_refused(original: Path, tmp_path: Path) -> None:

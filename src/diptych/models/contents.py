@@ -202,9 +202,15 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
 
 def _bits(how: Quantisation, name: str, header: Mapping[str, Any]) -> int:
     """Of the codes in words of 32: those of the config, of a mixture those that fit the scales beside them."""
+    if not how.own_schemes:
+        return how.bits or 4
+    if name.endswith(".weight_packed"):
+        module = name.removesuffix(".weight_packed")
+        scales = _sides(header, f"{module}.weight_scale")
+        return how.scheme_of(module, _sides(header, name)[-1], scales[1] if len(scales) == 2 else 1).bits
     module = name.removesuffix(".qweight")
-    words, groups = ((header.get(f"{module}.{one}") or {}).get("shape") or [0] for one in ("qweight", "scales"))
-    return how.scheme_of(module, words[0], groups[0]).bits if how.own_schemes else how.bits or 4
+    words, groups = (_sides(header, f"{module}.{one}") for one in ("qweight", "scales"))
+    return how.scheme_of(module, words[0], groups[0]).bits
 
 
 def _hqq_values(how: Quantisation, name: str, header: Mapping[str, Any]) -> int:

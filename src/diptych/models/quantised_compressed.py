@@ -12,6 +12,7 @@ from diptych.models.config import HfConfig
 from diptych.models.quantisation import (
     OF_CACHE_NOTE,
     Quantisation,
+    Scheme,
     block_of,
     kept_fp8,
     kept_groups,
@@ -24,6 +25,7 @@ FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense",
     "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized", MARLIN,
 )  # fmt: skip
+IN_BYTES = ("int-quantized", "naive-quantized")
 SPARSITY = ("dense", "sparse-24-bitmask", "sparse-bitmask")
 FP4_KEPT = {16: KEPT_NVFP4, 32: KEPT_MXFP4}  # by the inputs that share a scale
 FP6_KEPT = KeptFormat(kind="group8", group=32, scale="bf16", is_wide=True)
@@ -35,6 +37,7 @@ class _Found:
     """What the groups that were read have said."""
 
     bits: int | None = None
+    schemes: dict[str, Scheme] = field(default_factory=dict)  # of those whose codes lie in words
     kept: KeptFormat | None = None
     block: tuple[int, int] | None = None
     groups: list[int] = field(default_factory=list)
@@ -55,10 +58,11 @@ def read_compressed(section: HfConfig) -> Quantisation:
         found.notes.append(OF_CACHE_NOTE)
     groups = section.section("config_groups")
     for name in groups.raw:
-        _read_group(groups.section(name), found, "f16" if is_marlin else "bf16")
+        _read_group(name, groups.section(name), found, "f16" if is_marlin else "bf16")
     return Quantisation(
         method="compressed-tensors",
         bits=found.bits,
+        own_schemes=found.schemes,
         groups=tuple(dict.fromkeys(found.groups)),
         block=found.block,
         has_zeros=bool(found.zeros) and all(found.zeros),
@@ -67,8 +71,8 @@ def read_compressed(section: HfConfig) -> Quantisation:
     )
 
 
-def _read_group(scheme: HfConfig, found: _Found, scale: str) -> None:
-    one_of(scheme, "format", (None, *FORMATS), None)
+def _read_group(name: str, scheme: HfConfig, found: _Found, scale: str) -> None:
+    form = one_of(scheme, "format", (None, *FORMATS), None)
     if scheme.raw.get("output_activations") is not None:
         refuse(scheme, "output_activations", "outputs are not quantised here")
     weights, inputs = scheme.section("weights"), scheme.section("input_activations")
@@ -87,6 +91,8 @@ def _read_group(scheme: HfConfig, found: _Found, scale: str) -> None:
         size = weights.raw.get("group_size")
         has_groups = strategy == "group" or (strategy is None and size not in (None, -1))
         group = weights.optional_integer("group_size") if has_groups else None
+        if form not in IN_BYTES:
+            found.schemes[name] = Scheme(width, group)
         found.bits = width
         found.groups += [] if group is None else [group]
         found.zeros.append(not is_symmetric)
