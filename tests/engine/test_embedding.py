@@ -16,6 +16,7 @@ from tests.engine.conftest import BACKENDS, tiny_config
 from diptych.compute.ceilings import Ceilings
 from diptych.compute.ops import cpu_kernels
 from diptych.compute.pooler import read_head_rows
+from diptych.compute.quant import save_quantised
 from diptych.engine.engine import Engine
 from diptych.engine.llm import LLM
 from diptych.engine.report import PhaseObserver, phase_report
@@ -389,6 +390,17 @@ def test_files_that_ask_for_more_are_refused_by_name(
     with pytest.raises(Exception, match=said) as caught:
         fp32(tmp_path)
     assert "hint" not in caught.value.args or caught.type.__name__ in ("UnsupportedModel", "LoadError")
+
+
+@pytest.mark.native
+@pytest.mark.skipif(not cpu_kernels.is_available()[0], reason="the native kernels are not installed")
+def test_what_quantize_wrote_is_refused_for_its_norm(embedder: Path, tmp_path: Path) -> None:
+    """The folders of the pipeline were left out, and the refusal was that of a file that was never there."""
+    save_quantised(embedder, tmp_path / "packed", weights="int8", threads=1)
+    with pytest.raises(UnsupportedModel, match="written by `diptych quantize`, which balances the final norm"):
+        LLM(tmp_path / "packed", threads=1)
+    writer = LLM(tmp_path / "packed", task="generate", threads=1)
+    assert writer.generate("a fox", SamplingParams(max_tokens=2, ignore_eos=True))
 
 
 def test_dimensions_are_those_the_model_was_trained_for(embedder: Path, tmp_path: Path) -> None:

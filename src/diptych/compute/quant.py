@@ -53,7 +53,8 @@ PIECE_BYTES = 2**21  # a huge page
 LARGE_BYTES = 2**20  # of a tensor that is checked with the others
 TENSOR_TYPES = {torch.uint8: "U8", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
                 torch.int32: "I32"}  # fmt: skip
-COPIED = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "tokenizer.model", "vocab.txt", "LICENSE*")
+COPIED = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "tokenizer.model", "vocab.txt", "LICENSE*",
+          "[0-9]*_*/config.json")  # fmt: skip
 NOT_COPIED = ("config.json", INDEX_FILE)
 
 
@@ -278,8 +279,9 @@ def _write_folder(
 ) -> int:
     for pattern in COPIED:
         for path in sorted(checkpoint.directory.glob(pattern)):
-            if path.name not in NOT_COPIED:
-                copy = directory / path.relative_to(checkpoint.directory)
+            name = path.relative_to(checkpoint.directory)
+            if str(name) not in NOT_COPIED:
+                copy = directory / name
                 copy.parent.mkdir(exist_ok=True)
                 shutil.copyfile(path, copy)
     written = write_tensors(directory / WHOLE_FILE, loader, checkpoint)
