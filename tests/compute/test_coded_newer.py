@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,12 +18,16 @@ from coded_files import (
     check_values,
     compressed,
     damaged,
+    gptq,
     logits_of,
     opened,
     quantised_checkpoints,
 )
+from diptych.compute.coded import CodedCheckpoint
+from diptych.compute.coded_matrices import CodedParts
+from diptych.compute.ops.made import MadeTensor
 from diptych.ground.errors import LoadError
-from diptych.models.config import HfConfig, read_json
+from diptych.models.config import HfConfig, read_config_file, read_json
 from diptych.models.contents import contents_of
 from diptych.models.quantised import quantisation_of
 from newer_files import aqlm, awq_gemv, marlin, metal, plain_floats, quanto, scaled_inputs, sinq, sparse, torchao_int4
@@ -243,3 +249,41 @@ def test_sinqs_own_word_for_its_method_is_read(original: Path, tmp_path: Path) -
     }
     (coded / "config.json").write_text(json.dumps(config))
     check_values(coded, plain, None)
+
+
+class Counting(CodedCheckpoint):
+    """Notes what is read of its files."""
+
+    n_read: ClassVar[Counter[str]] = Counter()
+
+    def stored(self, name: str) -> torch.Tensor:
+        self.n_read[name] += 1
+        return super().stored(name)
+
+
+def test_scales_of_matrices_are_let_go_and_codes_are_read_once(tmp_path: Path) -> None:
+    """All scales and zero points stayed until the model was closed, a third of 4 bits in groups of 32 as much again as its
+    weights; and for every million values that blocks were made of, all codes of the matrix were taken out of their words.
+    """
+    original = make_checkpoint("llama", tmp_path / "original", dtype=torch.bfloat16, intermediate_size=2**15)
+    coded, _ = quantised_checkpoints(original, tmp_path, gptq(4, 32, symmetric=False))
+    how = quantisation_of(HfConfig(read_config_file(coded / "config.json")))
+    assert how is not None
+    checkpoint = Counting(coded, how, dtype=torch.float32)
+    before = n_parts()
+    for part in ("gate_proj", "up_proj"):
+        tensor = checkpoint.tensor(f"model.layers.0.mlp.{part}.weight", 2**15, 64)
+        assert tensor.kept is not None
+        assert n_parts() == before
+        tensor.codes()
+        assert n_parts() == before
+        checkpoint.n_read.clear()
+        MadeTensor(tensor, "q8_0").codes()
+        assert checkpoint.n_read[f"model.layers.0.mlp.{part}.qweight"] == 1
+        assert n_parts() == before
+
+
+def n_parts() -> int:
+    """Scales of matrices that somebody holds."""
+    gc.collect()
+    return sum(type(one) is CodedParts for one in gc.get_objects())

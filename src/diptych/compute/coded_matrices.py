@@ -126,7 +126,7 @@ class CodedMatrix:
 
     @cached_property
     def parts(self) -> CodedParts:
-        """Read once: small beside the codes. LoadError for scales and zeros that cannot be meant."""
+        """Read once for each use. LoadError for scales and zeros that cannot be meant."""
         parts = self._read_parts()
         if not all(are_finite(one) for one in (parts.scales, parts.minima) if one is not None):
             raise LoadError(
@@ -134,27 +134,54 @@ class CodedMatrix:
             )
         return parts
 
+    def _forget_parts(self) -> None:
+        """They are small beside the codes, but those of all matrices together are a good part of the model."""
+        self.__dict__.pop("parts", None)
+
     @property
     def middle(self) -> int:
         """The code that stands for 0 where there are no zero points."""
         return 1 << (self.bits - 1)
 
     @property
-    def is_symmetric(self) -> bool:
-        """Whether every zero point is the middle."""
-        zeros, minima = self.parts.zeros, self.parts.minima
-        return minima is None and (zeros is None or bool((zeros == self.middle).all()))
-
-    @cached_property
     def kept(self) -> KeptFormat | None:
         """By the file's groups and zeros."""
-        k, parts = self.shape[1], self.parts
+        return self._settled[0]
+
+    @property
+    def order(self) -> torch.Tensor | None:
+        """Inputs of a group beside one another (act-order); None where they are."""
+        return self._settled[1]
+
+    @property
+    def why(self) -> str:
+        """Why `kept` is None."""
+        return self._settled[2]
+
+    @cached_property
+    def _settled(self) -> tuple[KeptFormat | None, torch.Tensor | None, str]:
+        """(kept, order, why)."""
+        parts = self.parts
+        index, group = parts.index, parts.group
+        order = None if index is None else torch.argsort(index, stable=True).to(torch.int32)
+        why = f"no kernel has groups of {group}"
+        if index is not None and not bool((index.sort().values == torch.arange(len(index)) // group).all()):
+            kept, why = None, "its groups are of several sizes"
+        else:
+            kept = self._kept_by(parts)
+        self._forget_parts()
+        return kept, order, why
+
+    def _kept_by(self, parts: CodedParts) -> KeptFormat | None:
+        k = self.shape[1]
         held, scale = group_held(parts.group if parts.group < k else 128), SCALE_TYPES[parts.scales.dtype]
-        if held is None or not self._has_whole_groups:
+        # every zero point is the middle
+        is_symmetric = parts.minima is None and (parts.zeros is None or bool((parts.zeros == self.middle).all()))
+        if held is None:
             return None
-        if self._meets_int8_rows and self.is_symmetric and parts.group >= k:
+        if self._meets_int8_rows and is_symmetric and parts.group >= k:
             return KeptFormat(kind="int8")
-        if self.is_symmetric:
+        if is_symmetric:
             grid = "signed"
         elif parts.minima is None:
             is_whole = parts.zeros is None or not parts.zeros.is_floating_point()
@@ -164,29 +191,12 @@ class CodedMatrix:
             grid = "minima16" if are_alike and self.bits < 8 else "minima"
         return KeptFormat(kind=f"group{self.bits}", group=held, scale=scale, grid=grid, is_wide=self.bits >= WIDE_BITS)
 
-    @cached_property
-    def order(self) -> torch.Tensor | None:
-        """Inputs of a group beside one another (act-order); None where they are."""
-        index = self.parts.index
-        return None if index is None else torch.argsort(index, stable=True).to(torch.int32)
-
-    @property
-    def _has_whole_groups(self) -> bool:
-        index, group = self.parts.index, self.parts.group
-        return index is None or bool((index.sort().values == torch.arange(len(index)) // group).all())
-
-    @property
-    def why(self) -> str:
-        """Why `kept` is None."""
-        if not self._has_whole_groups:
-            return "its groups are of several sizes"
-        return f"no kernel has groups of {self.parts.group}"
-
     def codes(self) -> Codes:
         """Scales once for each of the kernels' groups, so that the file's larger groups stay what they are."""
         kept, parts, k = self.kept, self.parts, self.shape[1]
         assert kept is not None, self.name
         if kept.kind == "int8":
+            self._forget_parts()
             return Codes(codes=self._read_codes(), scales=parts.scales.float())
 
         def by_group(values: torch.Tensor) -> torch.Tensor:
@@ -208,6 +218,7 @@ class CodedMatrix:
                 stored * (none - self._zeros().float()) if minima is None else stored * none + minima.float()
             )
         codes = self._read_codes()
+        self._forget_parts()
         return Codes(
             codes=codes if self.order is None else codes[:, self.order.long()],
             scales=by_group(parts.scales),
@@ -223,9 +234,13 @@ class CodedMatrix:
         parts, k = self.parts, self.shape[1]
         index = torch.arange(k) // parts.group if parts.index is None else parts.index
         scales, codes = parts.scales[rows].float()[:, index], self._read_codes()[rows].float()
+        zeros = None if parts.minima is not None else self._zeros()[rows]
+        if rows.indices(self.shape[0])[1] == self.shape[0]:  # pieces come in order, and this is the last
+            self._forget_parts()
         if parts.minima is not None:
             return scales * codes + parts.minima[rows].float()[:, index]
-        return scales * (codes - self._zeros()[rows].float()[:, index])
+        assert zeros is not None
+        return scales * (codes - zeros.float()[:, index])
 
 
 class ScaledMatrix:

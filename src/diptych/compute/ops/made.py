@@ -21,6 +21,9 @@ from diptych.ground.errors import LoadError
 from diptych.ground.formats import MADE_WEIGHTS
 
 PIECE_VALUES = 2**20  # quantised at one time, as fp32 in a core's cache
+READ_PIECES = (
+    16  # read at one time: codes of another program are taken out of their words whole, however few rows are asked for
+)
 
 
 class MadeTensor(WeightTensor):
@@ -53,7 +56,10 @@ class MadeTensor(WeightTensor):
         """LoadError for a value that is not finite: its block would hide it."""
         n, k = self.shape
         step = max(1, PIECE_VALUES // k)
-        pieces = [self._codes_of(slice(begin, begin + step)) for begin in range(0, n, step)]
+        pieces: list[Codes] = []
+        for begin in range(0, n, READ_PIECES * step):
+            values = self.plain.part(slice(begin, begin + READ_PIECES * step), k).detach()
+            pieces += map(self._codes_of, values.split(step))
         offsets = [one.offsets for one in pieces if one.offsets is not None]
         return Codes(
             codes=torch.cat([one.codes for one in pieces]),
@@ -61,8 +67,8 @@ class MadeTensor(WeightTensor):
             offsets=torch.cat(offsets) if offsets else None,
         )
 
-    def _codes_of(self, rows: slice) -> Codes:
-        values = self.plain.part(rows, self.shape[1]).detach().to(torch.float32)
+    def _codes_of(self, rows: torch.Tensor) -> Codes:
+        values = rows.to(torch.float32)
         if not are_finite(values):
             raise LoadError(
                 f"tensor {self.name} has a weight that is not finite; {self._kind.lower()} cannot hold it",
