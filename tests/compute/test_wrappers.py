@@ -12,12 +12,14 @@ from golden import LOGIT_TOLERANCE
 from safetensors.torch import load_file, save_file
 
 from checkpoints import COMMON, VOCAB, enliven, make_checkpoint
+from coded_files import gptq, quantised_checkpoints
 from diptych.compute.adapters import read_adapter
 from diptych.compute.runner import load_model
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError, UnsupportedModel
-from diptych.models.config import HfConfig
+from diptych.models.config import HfConfig, read_json
+from diptych.models.contents import contents_of
 from diptych.models.read import load_model_file, read_model
 from diptych.models.stored import check_stored
 from lora import write_adapter
@@ -227,3 +229,26 @@ def test_what_writes_is_found_in_a_model_that_speaks(name: str, tmp_path: Path) 
 def test_what_is_around_a_decoder_may_be_the_reason(config: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedModel, match=reason):
         read_model(HfConfig(config))
+
+
+def test_what_the_config_of_the_decoder_says_of_weights_is_read(tmp_path: Path) -> None:
+    """Kimi K2.5's files say it there alone, and the first of their matrices was missing: the download might be incomplete."""
+    fields = {
+        "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+    }  # fmt: skip
+    original = make_checkpoint("deepseek_v3", tmp_path / "original", **fields)
+    folders = quantised_checkpoints(original, tmp_path, gptq(4, 32, symmetric=False))
+    prompt = make_prompt()[0].tolist()
+    expected = logits_of(folders[1], prompt, None)
+    for folder in folders:
+        inner = {**read_json(folder / "config.json"), "model_type": "kimi_k2"}
+        config = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": inner}
+        (folder / "config.json").write_text(json.dumps(config))
+        tensors = load_file(folder / "model.safetensors")
+        tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        torch.testing.assert_close(logits_of(folder, prompt, None), expected, atol=LOGIT_TOLERANCE, rtol=0)
+    coded, plain = (sum(group.parameters for group in contents_of(folder).groups) for folder in folders)
+    assert coded == plain

@@ -89,11 +89,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """A config.json, with what NVIDIA's older folders and quanto's say of their weights in a file beside it.
+    """A config.json, with what NVIDIA's older folders and quanto's say of their weights in a file beside it, and what some
+    wrappers say in the config of their decoder (Kimi K2.5).
 
     LoadError as `read_json`.
     """
     raw = read_json(path)
+    decoder = HfConfig(raw, path=str(path)).decoder
+    of_decoder = None if decoder is None else decoder.raw.get("quantization_config")
+    if of_decoder and not raw.get("quantization_config"):
+        return {**raw, "quantization_config": of_decoder}
     if path.name != "config.json" or raw.get("quantization_config"):
         return raw
     quanto = path.with_name(QUANTO_MAP)
