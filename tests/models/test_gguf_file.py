@@ -19,9 +19,11 @@ from diptych.models.gguf_file import BLOCK_TYPES, GgufArray, find_gguf, open_ggu
 from diptych.models.read import read_model
 
 
-def write(path: Path) -> Path:
+def write(path: Path, alignment: int | None = None) -> Path:
     """A small file with every kind of value, three tensors and a whole vocabulary."""
     out = gguf.GGUFWriter(str(path), "llama")
+    if alignment is not None:
+        out.add_custom_alignment(alignment)
     out.add_context_length(64)
     out.add_embedding_length(32)
     out.add_block_count(1)
@@ -74,9 +76,10 @@ def test_types_have_the_sizes_of_the_package() -> None:
     }.items() <= known.items()
 
 
-def test_a_header_says_what_the_packages_reader_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("alignment", [None, 8, 512, 2048, 4096])
+def test_a_header_says_what_the_packages_reader_says(alignment: int | None, tmp_path: Path) -> None:
     """Keys, arrays, shapes, types and where each tensor begins."""
-    path = write(tmp_path / "m.gguf")
+    path = write(tmp_path / "m.gguf", alignment)
     ours, theirs = open_gguf(path), gguf.GGUFReader(path)
     for key, value in ours.metadata.items():
         expected = theirs.fields[key].contents()

@@ -34,6 +34,7 @@ VERSIONS = (2, 3)
 SUFFIX = ".gguf"
 PART = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
 DEFAULT_ALIGNMENT = 32
+ALIGNMENTS = tuple(2**power for power in range(3, 13))
 # far above any file there is, and few enough to be walked within a second
 MOST_KEYS = 65_536
 MOST_TENSORS = 262_144
@@ -309,11 +310,7 @@ class _Part:
 
     def _read_tensors(self, cursor: _Cursor, n_tensors: int, number: int) -> list[GgufTensor]:
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        if (
-            isinstance(alignment, bool)
-            or not isinstance(alignment, int)
-            or alignment not in (8, 16, 32, 64, 128, 256, 4096)
-        ):
+        if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment not in ALIGNMENTS:
             raise LoadError(f"general.alignment in {self.path} is {alignment!r}; a power of two from 8 to 4096 is read")
         infos = [cursor.tensor() for _ in range(n_tensors)]
         start = -(-cursor.at // alignment) * alignment
