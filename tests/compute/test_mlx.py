@@ -17,6 +17,7 @@ from diptych.compute.mlx import WITH_ONE_ADDED
 from diptych.compute.ops.contract import LinearParts
 from diptych.compute.ops.device_codes import CodedWeight
 from diptych.compute.ops.torch_loader import TorchLoader
+from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
@@ -257,6 +258,19 @@ def test_a_folder_whose_taps_lie_as_they_were_has_nothing_added(tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.native
+def test_floats_that_it_left_are_packed_as_loading_packs_them(tmp_path: Path) -> None:
+    """`diptych quantize` read the folder as no other program's, and said that its config contradicts it."""
+    save_quantised(folder_of("plain"), tmp_path / "packed", weights="int8", threads=1)
+    said = []
+    for path, weights in ((folder_of("plain"), "int8"), (tmp_path / "packed", "auto")):
+        model = load_model(path, ComputeConfig(backend="cpu", weights=weights, threads=1))
+        said.append(Stepper(model).prefill("it", PROMPT, chunk=None).clone())
+    assert torch.equal(*said)
+    with pytest.raises(LoadError, match="quantised already, with 'mlx'"):
+        save_quantised(folder_of("4 bits"), tmp_path / "again", weights="int8")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_mlx_writes_now_is_read(kind: str, tmp_path: Path) -> None:
     """Fresh from the package."""

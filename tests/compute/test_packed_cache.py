@@ -33,6 +33,7 @@ from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.files import WHOLE_FILE
 from gguf_files import gguf_reference, write_gguf
+from mlx_files import DATA as MLX_DATA
 from stepping import Stepper
 from thread_ranks import load_over_threads
 
@@ -96,6 +97,19 @@ def test_a_second_start_has_the_bits_of_the_first(family: str, weights: str, tmp
     )
     assert [path.name for path in entries(folder)] == [entry.name]
     assert (entry / WHOLE_FILE).stat().st_mtime_ns == before.st_mtime_ns, "it was written again"
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+@pytest.mark.parametrize("kind", ["experts", "latent", "plain", "correction", "powers"])
+def test_folders_of_mlx_come_back_from_the_cache(kind: str, weights: str, folder: Path) -> None:
+    """What it left in floats was kept by its names, of which nobody asks: each start threw the entry away and packed anew."""
+    first = load(MLX_DATA / kind, weights)
+    (entry,) = entries(folder)
+    before = (entry / WHOLE_FILE).stat().st_mtime_ns
+    second = load(MLX_DATA / kind, weights)
+    assert torch.equal(logits(first), logits(second))
+    assert (first.revision, first.n_parameters) == (second.revision, second.n_parameters)
+    assert (entry / WHOLE_FILE).stat().st_mtime_ns == before, "it was written again"
 
 
 @pytest.mark.parametrize(("family", "layout"), [("llama", "awq"), ("mixtral", "awq"), ("llama", "act-order")])

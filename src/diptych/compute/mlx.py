@@ -69,6 +69,20 @@ class Turned(WeightTensor):
         return self._tensor.read().view(self.shape)
 
 
+class Renamed(WeightTensor):
+    """A tensor under the name that a plain checkpoint has for it, by which what is packed of it is kept, and measured."""
+
+    random_seed: int | None = None
+
+    def __init__(self, tensor: WeightTensor, name: str) -> None:
+        self.name, self.shape, self.dtype, self.measured = name, tensor.shape, tensor.dtype, tensor.measured
+        self._tensor = tensor
+
+    def read(self) -> torch.Tensor:
+        """As it is."""
+        return self._tensor.read()
+
+
 class MlxCheckpoint(CodedCheckpoint):
     """A folder of mlx-lm by the names, and with the values, of the checkpoint that it was made of."""
 
@@ -80,6 +94,7 @@ class MlxCheckpoint(CodedCheckpoint):
         super().__init__(directory, how, dtype=dtype)
         # which it adds where it turns the taps, and to a folder whose taps lie as they were it has not
         turned = [self.header(name)[0][-1:] == (1,) for name in self._file_of if name.endswith("conv1d.weight")]
+        self._renamed: dict[str, tuple[int, ...]] = {}  # their shapes
         self._adds_one = bool(family.norm_offset) and family.state_rule is StateRule.DELTA and any(turned)
 
     def has(self, name: str) -> bool:
@@ -111,6 +126,18 @@ class MlxCheckpoint(CodedCheckpoint):
 
     def tensor(self, name: str, *shape: int) -> FileTensor | CodedTensor | WeightTensor:  # type: ignore[override]
         """As of a plain checkpoint."""
+        found = self._found(name, *shape)
+        if found.name == name:
+            return found
+        self._renamed[name] = found.shape
+        return Renamed(found, name)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """As of a plain checkpoint."""
+        return self._renamed[name] if name in self._renamed else super().shape_of(name)
+
+    def _found(self, name: str, *shape: int) -> FileTensor | CodedTensor | WeightTensor:
+        """By the name that it has here, but for a quantised one."""
         if name.endswith(CORRECTION) and not self.holds(name):
             name = name.replace(CORRECTION, ".mlp.gate.e_score_correction_bias")
         stem, _, ending = name.rpartition(".")

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import xxhash
 
+from diptych.compute.mlx import MlxCheckpoint
 from diptych.compute.model import Blueprint, draw_blueprint
 from diptych.compute.ops.contract import WeightTensor
 from diptych.compute.ops.cpu_handles import INT4_GROUP
@@ -36,8 +37,9 @@ from diptych.ground.formats import KeptFormat
 from diptych.models.config import HfConfig, read_config_file
 from diptych.models.contents import EXPONENTS, INPUT_ORDER, PACKED
 from diptych.models.files import INDEX_FILE, WHOLE_FILE
-from diptych.models.quantised import OWN, own_section
-from diptych.models.read import reads_mxfp4
+from diptych.models.quantisation import Quantisation
+from diptych.models.quantised import MLX, OWN, own_section
+from diptych.models.read import family_of, reads_mxfp4
 
 STORED = ("int8", "int4")
 # raised when the packed form of csrc/pack.cpp changes, or the form in which weights are packed: 4: balanced (compute.balance),
@@ -235,15 +237,17 @@ def save_quantised(
     source = resolve_model_dir(model)
     hf_config = read_config_file(source / "config.json")
     config_path = str(source / "config.json")
-    if hf_config.get("quantization_config") and not reads_mxfp4(HfConfig(hf_config, path=config_path)):
-        method = HfConfig(hf_config, path=config_path).section("quantization_config").raw.get("quant_method")
+    parsed = HfConfig(hf_config, path=config_path)
+    section, of_mlx = parsed.section("quantization_config").raw, hf_config.get("quantization")
+    if (section or isinstance(of_mlx, dict)) and not reads_mxfp4(parsed):
+        method = section.get("quant_method", MLX if isinstance(of_mlx, dict) else None)
         raise LoadError(
             f"{config_path} says that its weights are quantised already, with {method!r}",
             hint="name the unquantised checkpoint",
         )
-    checkpoint = Checkpoint(source)
+    checkpoint = _plain(source, parsed)
     if measure is not None:  # of another one, which is read and forgotten
-        checkpoint.measured = measure(draw_blueprint(hf_config, Checkpoint(source), path=config_path))
+        checkpoint.measured = measure(draw_blueprint(hf_config, _plain(source, parsed), path=config_path))
     checkpoint.progress = progress
     loader = CpuLoader(ComputeConfig(backend="cpu", weights=weights, threads=threads), checkpoint)
     blueprint = draw_blueprint(hf_config, checkpoint, path=config_path)
@@ -264,6 +268,14 @@ def save_quantised(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return written
+
+
+def _plain(directory: Path, config: HfConfig) -> Checkpoint:
+    """Of plain floats, those of a folder that mlx-lm left in 16 bits too."""
+    checkpoint = Checkpoint(directory)
+    if not checkpoint.is_of_mlx:
+        return checkpoint
+    return MlxCheckpoint(directory, Quantisation(method=MLX), dtype=torch.float32, family=family_of(config))
 
 
 def _refuse_used(directory: Path) -> None:
