@@ -89,6 +89,7 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
         lambda: compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32, symmetric=False),
         "group4-g32-bf16-zeros",
     ),
+    "w4a16 rows": (lambda: compressed("pack-quantized", **{**CHANNEL, "num_bits": 4}), "group4-g128-bf16"),
     "w8a16 rows": (lambda: compressed("pack-quantized", **CHANNEL), "group8-g128-bf16-wide"),
     "w8a8": (lambda: compressed("int-quantized", DYNAMIC, **CHANNEL), "int8"),
     "fp8 rows": (
@@ -445,12 +446,12 @@ def test_parameters_of_a_mixture_of_bits_are_counted_by_their_own(original: Path
     """llm-compressor's groups of modules: words were counted by the bits of the last of them."""
     pytest.importorskip("compressed_tensors")
     folders = {}
-    for layout in ("w8a16 rows", "w4a16", "w8a8"):
+    for layout in ("w8a16 rows", "w4a16 rows", "w4a16", "w8a8"):
         folders[layout], _ = made(layout, original, tmp_path / layout)
     mixed, *others = folders.values()
     config = read_json(mixed / "config.json")
     groups, tensors = config["quantization_config"]["config_groups"], load_file(mixed / "model.safetensors")
-    for module, folder in zip(("up_proj", "down_proj"), others, strict=True):
+    for module, folder in zip(("up_proj", "q_proj", "down_proj"), others, strict=True):
         section = read_json(folder / "config.json")["quantization_config"]
         groups[module] = {**section["config_groups"]["group_0"], "format": section["format"]}
         tensors = {name: one for name, one in tensors.items() if f".{module}." not in name}

@@ -17,7 +17,7 @@ from typing import Any
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import KEPT_MXFP4, gguf_kept
 from diptych.models.config import HfConfig, read_config_file
-from diptych.models.files import has_weights, safetensors_header, weight_files
+from diptych.models.files import has_weights, safetensors_header, stored_numbers, weight_files
 from diptych.models.gguf import ROPE_TENSOR, is_beside
 from diptych.models.gguf_file import GgufFile, find_gguf, open_gguf
 from diptych.models.quantisation import Quantisation
@@ -178,7 +178,7 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
         elif how is not None and name.endswith(CODED_ENDINGS) and (found := _coded(how, name, header)) is not None:
             count, stored = found
         elif how is not None and name.endswith(_endings(CODES)) and stored in ("I32", "I16"):
-            bits = _bits(how, name, header)
+            bits = _bits(how, name, header, path)
             count, stored = 8 * nbytes // bits, f"{how.method} {bits} bit"
         elif how is not None and how.method == "gemma" and stored == "U8":
             bits = how.bits_of(name.rpartition(".")[0])
@@ -200,17 +200,24 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
         yield name, stored, count, nbytes
 
 
-def _bits(how: Quantisation, name: str, header: Mapping[str, Any]) -> int:
+def _bits(how: Quantisation, name: str, header: Mapping[str, Any], path: Path) -> int:
     """Of the codes in words of 32: those of the config, of a mixture those that fit the scales beside them."""
     if not how.own_schemes:
         return how.bits or 4
     if name.endswith(".weight_packed"):
-        module = name.removesuffix(".weight_packed")
-        scales = _sides(header, f"{module}.weight_scale")
-        return how.scheme_of(module, _sides(header, name)[-1], scales[1] if len(scales) == 2 else 1).bits
+        return _packed_bits(how, name, header, path)
     module = name.removesuffix(".qweight")
     words, groups = (_sides(header, f"{module}.{one}") for one in ("qweight", "scales"))
     return how.scheme_of(module, words[0], groups[0]).bits
+
+
+def _packed_bits(how: Quantisation, name: str, header: Mapping[str, Any], path: Path) -> int:
+    """Of compressed-tensors: in a mixture those by which a row, whose length lies beside the codes, takes as many words."""
+    found = {scheme.bits for scheme in how.own_schemes.values()}
+    beside = header.get(f"{name.removesuffix('packed')}shape")
+    sides = stored_numbers(path, beside) if beside is not None and len(found) > 1 else ()
+    words = _sides(header, name)[-1]
+    return next((bits for bits in found if sides and -(-sides[-1] * bits // 32) == words), min(found))
 
 
 def _hqq_values(how: Quantisation, name: str, header: Mapping[str, Any]) -> int:

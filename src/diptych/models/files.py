@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import json
+from array import array
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ WHOLE_FILE = "model.safetensors"
 A_MODEL = "a model is a folder with config.json and *.safetensors, a GGUF file, or a name on the Hugging Face hub"
 LFS_POINTER = b"version https://git-lfs"
 BEGIN_BYTES, SHOWN_BYTES = 64, 16
+MOST_NUMBERS_BYTES = 64
 
 
 def has_weights(folder: Path) -> bool:
@@ -89,6 +92,16 @@ def safetensors_header(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise LoadError(f"{path} is damaged or cut short: {error}", hint="download the file again") from error
     return dict(header)
+
+
+def stored_numbers(path: Path, tensor: Mapping[str, Any]) -> tuple[int, ...]:
+    """The few whole numbers of a tensor that is named so in the file's header; nothing where it holds others, or more."""
+    begin, end = tensor["data_offsets"]
+    if tensor.get("dtype") != "I64" or end - begin > MOST_NUMBERS_BYTES:
+        return ()
+    with path.open("rb") as file:
+        file.seek(8 + int.from_bytes(file.read(8), "little") + begin)
+        return tuple(array("q", file.read((end - begin) // 8 * 8)))
 
 
 def begins_otherwise(path: Path, begin: bytes, expected: str) -> LoadError:
