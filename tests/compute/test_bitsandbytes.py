@@ -188,6 +188,16 @@ def test_a_config_that_says_neither_is_refused(changed: dict[str, Any], message:
         quantisation_of(HfConfig({"quantization_config": {"quant_method": "bitsandbytes", **changed}}))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_from_before_methods_had_names_is_read(kind: str) -> None:
+    """As transformers reads it: of bitsandbytes by what is loaded. It was refused as quantised with None."""
+    raw = read_json(DATA / kind / "config.json")["quantization_config"]
+    older = {name: value for name, value in raw.items() if name != "quant_method"}
+    assert quantisation_of(HfConfig({"quantization_config": older})) == quantisation_of(
+        HfConfig({"quantization_config": raw})
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", [*KINDS, *MORE_KINDS])

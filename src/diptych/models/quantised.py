@@ -101,6 +101,10 @@ def quantisation_of(config: HfConfig) -> Quantisation | None:
     section = HfConfig(raw, path=f"quantization_config of {config.path}")
     method = raw.get("quant_method", raw.get("quantization_method"))  # the second of SINQ's own files
     method = "auto-round" if method == "intel/auto-round" else method  # as older files have it
+    if method is None and any(
+        raw.get(f"load_in_{bits}bit") is True for bits in (4, 8)
+    ):  # before transformers named methods
+        method = "bitsandbytes"
     read = READERS.get(str(method))
     if read is None:
         raise LoadError(
