@@ -513,7 +513,7 @@ def test_compass_turns_each_kind_of_layers_in_its_own_way_or_not() -> None:
         ),
         ({"rope_parameters": {**kinds, "factor": 2.0}}, "factor in rope_parameters"),
         ({"rope_parameters": kinds, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling in"),
-        ({**layers, "rope_parameters": kinds, "sliding_window": None}, "sliding_window in config"),
+        ({**layers, "rope_parameters": kinds, "sliding_window": None}, "sliding_window is missing"),
         ({"rope_parameters": kinds, "is_causal": False}, "is_causal"),
         ({"rope_parameters": kinds, "transformer_block_type": "sequential"}, "transformer_block_type"),
     ):

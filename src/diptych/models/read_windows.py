@@ -24,9 +24,11 @@ def windows_of(config: HfConfig, family: Family, n_layers: int) -> list[int | No
         raise LoadError(f"layer_types is missing from {config.path}; it says what each layer of {family.name} is")
     if family.state_rule is not None:  # what the others are called is looked at with the states
         said = given if isinstance(given, list) and "sliding_window" in family.keys else []
+        _check_window(config, window, said)
         return [window if i < len(said) and said[i] == "sliding_attention" else None for i in range(n_layers)]
     types = config.layer_types(n_layers, "chunked_attention" if family.attends_in_chunks else "sliding_attention")
     pattern = config.optional_integer("sliding_window_pattern") or family.full_every
+    _check_window(config, window, types or [])
     if window is None:
         windows: list[int | None] = [None] * n_layers
     elif types is not None and "layer_types" in family.keys:
@@ -57,6 +59,15 @@ def windows_of(config: HfConfig, family: Family, n_layers: int) -> list[int | No
                 hint="the architecture named there may be wrong, or newer than this version knows",
             )
     return windows
+
+
+def _check_window(config: HfConfig, window: int | None, types: list[str]) -> None:
+    named = next((kind for kind in types if kind in ("sliding_attention", "chunked_attention")), None)
+    if window is None and named is not None:
+        raise LoadError(
+            f"sliding_window is missing from {config.path}, or switched off; layer_types names layers of {named}",
+            hint="name them full_attention if they attend to everything",
+        )
 
 
 def _window(config: HfConfig) -> int | None:
@@ -190,8 +201,6 @@ def _of_kinds(config: HfConfig, kinds: list[str]) -> dict[str, dict[str, Any]]:
             raise LoadError(
                 f"{key} in {config.path} is {value!r}; rope_parameters has an object for each kind of layers instead"
             )
-    if config.raw.get("sliding_window") is None and LAYER_TYPES[1] in (config.raw.get("layer_types") or ()):
-        raise LoadError(f"sliding_window in {config.path} is null; layer_types names layers that attend to one")
     for kind in LAYER_TYPES:
         if kind in kinds and (kind not in section.raw or not isinstance(section.raw[kind], dict | None)):
             raise LoadError(
