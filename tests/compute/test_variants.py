@@ -83,6 +83,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Cohere with biases": ("cohere", {"attention_bias": True, "tie_word_embeddings": False}),
     "ERNIE with experts on some layers": ("ernie4_5_moe", {"num_hidden_layers": 4, "moe_layer_interval": 2,
                                                            "moe_layer_end_index": 2}),
+    "MiniMax M2 by a part beside a number": ("minimax_m2", {"rotary_dim": 12, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}, "head_dim": 16}),
+    "Ettin's decoder whose file says its window": ("modernbert-decoder", {"sliding_window": 9}),
     "GLM-4.5 Air": ("glm4_moe", {"use_qk_norm": False, "attention_bias": True, "n_group": 1, "topk_group": 1}),
     "HyperCLOVA X with a large epsilon": ("hyperclovax", {"rms_norm_eps": 0.05}),
     "EXAONE that windows no layer": ("exaone4", {"layer_types": ["full_attention"] * 4}),

@@ -113,7 +113,8 @@ def make_rope(
     if not 0.0 <= part <= 1.0:
         raise LoadError(f"partial_rotary_factor in {rope.path} is {part}; it must be between 0 and 1")
     # proportional: over whole heads, of which pairs from some on do not turn
-    own = config.optional_integer("rotary_dim") or int(head_dim * part)  # GPT-J's files have the number itself
+    # GPT-J's files have the number itself, MiniMax M2's may have both, of which the part counts, as in transformers
+    own = int(head_dim * part) if part != 1.0 else config.optional_integer("rotary_dim") or head_dim
     rotary_dim = head_dim if rope.raw["rope_type"] == "proportional" else own
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise LoadError(f"rotary dimension {rotary_dim} of head_dim {head_dim} in {config.path} is no even part of it")
