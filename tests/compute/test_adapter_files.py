@@ -42,10 +42,11 @@ CASES: dict[str, dict[str, Any]] = {
     # as [inputs, outputs] in the file; by KV head; under names of their own; beside a bias
     "gpt2": {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
     "falcon-40b": {"r": 4, "lora_alpha": 8, "target_modules": ["query_key_value", "dense", "dense_4h_to_h"]},
-    "gpt_neox": {"r": 4, "lora_alpha": 8, "target_modules": ["query_key_value", "embed_out"]},
+    "gpt_neox": {"r": 4, "lora_alpha": 8, "target_modules": ["query_key_value", "lm_head"]},
+    "biogpt": {"r": 4, "lora_alpha": 8, "target_modules": ["output_projection", "q_proj"]},
     "persimmon": {"r": 4, "lora_alpha": 8, "target_modules": ["query_key_value", "dense", "dense_4h_to_h"]},
     "openai-gpt": {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
-    "modernbert-decoder": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "Wi", "Wo"]},
+    "modernbert-decoder": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "Wi", "Wo", "decoder"]},
     "gptj": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "fc_in"]},
     "codegen": {"r": 4, "lora_alpha": 8, "target_modules": ["qkv_proj", "fc_in"]},
     # what a state is of; a gate that files call otherwise; blocks of their own
@@ -56,7 +57,6 @@ CASES: dict[str, dict[str, Any]] = {
     "zamba": {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "linear"]},
     "zamba2": {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "out_proj", "linear"]},
     "recurrent_gemma": {"r": 4, "lora_alpha": 8, "target_modules": ["linear_x", "linear_y", "linear_out", *sorted(ALL)]},
-    "laguna": {"r": 4, "lora_alpha": 8, "target_modules": ["g_proj", "q_proj", "o_proj"]},
     "bitnet": {"r": 4, "lora_alpha": 8, "target_modules": list(ALL)},
     "lfm3": {"r": 4, "lora_alpha": 8, "target_modules": ["g_proj", "q_proj", "in_proj"]},
     "nemotron-3-super": {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "q_proj", *LATENT]},
@@ -88,6 +88,11 @@ CASES: dict[str, dict[str, Any]] = {
     "lara_mini": {"r": 4, "lora_alpha": 8, "target_modules": [
         *(f"in_proj_{one}" for one in ("qkv", "z", "b", "a")), "out_proj", "q_proj", "o_proj"]},
     "apertus1p5": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj", "up_proj", "down_proj"]},
+    **{
+        family: {"r": 4, "lora_alpha": 8, "target_modules":
+                 r".*layers.*(shared_experts\.\w+_proj|[go]_proj|self_attn\.gate_proj|indexer\.q_proj)"}
+        for family in ("hy_v3", "hy_v4", "laguna", "step3p7", "minimax_m3")
+    },
     "bailing_hybrid": {"r": 4, "lora_alpha": 8, "target_modules": [
         f"{one}_proj" for one in ("q", "k", "v", "o", "b", "f", "g", "gate", "up", "down")]},
 }  # fmt: skip

@@ -41,7 +41,7 @@ _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB
 # peft writes the weight of the head itself beside an adapter of it (save_embedding_layers)
 _HEAD_COPY = "lm_head.base_layer.weight"
 _HEAD_BIAS = "lm_head.base_layer.bias"
-HEADS = ("lm_head", "embed_out")
+HEADS = ("lm_head", "embed_out", "output_projection", "decoder")  # what classes call it, by one or the other
 COMPARED_ROWS = 4096  # of the head at one time
 MOST_REPEATS = 2  # of a pattern for names: more could take for ever, as could a group that is repeated
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
@@ -51,7 +51,11 @@ _WEIGHT = re.compile(r"(\.base_layer)?\.weight(\[\d+\.\.\])?$")
 # what a class in transformers calls its modules -> how their tensors are called in files
 _IN_FILES = (
     (".self_attn.g_proj", ".self_attn.gate_proj"),  # LFM3
+    (".gate_proj", ".linear_gate"),  # HY V4
+    # Hunyuan 3, Laguna, Step 3.7
+    *((".mlp.shared_experts.", theirs) for theirs in (".mlp.shared_mlp.", ".mlp.shared_expert.", ".share_expert.")),
     (".forget_gate.", "."), (".mlp.", ".block_sparse_moe."),  # Kimi Linear
+    (".self_attn.indexer.", ".self_attn.index_"),  # MiniMax M3
     (".self_attn.forget_gate.", ".attention."), (".self_attn.o_proj", ".attention.dense"),  # Ling 3.0
     (".self_attn.", ".attention."),
     # DeepSeek V4
@@ -226,8 +230,7 @@ class Sites:
     def note_head(self, tensor: WeightTensor, linear: object) -> None:
         """The output projection, which may be the embedding."""
         self._head = tensor
-        own = tensor.name.removesuffix(".weight").rpartition(".")[2]
-        self.note(LinearParts(weights=(tensor,)), linear, module=own if own in HEADS else "lm_head")
+        self.note(LinearParts(weights=(tensor,)), linear, module=HEADS[0])
 
     def note_expert(self, number: int, gate_up: tuple[LinearParts, object], down: tuple[LinearParts, object]) -> None:
         """Both projections of an expert, with their handles."""
@@ -251,10 +254,10 @@ class Sites:
         bare = {one.removeprefix(before) for one in prefixes for before in _BEFORE_ENCODERS}
         prefixes |= bare | {f"{before}{one}" for one in bare for before in _BEFORE_ENCODERS}
         fitted: dict[str, list[tuple[Site, LowRank]]] = {}
-        for module, low_rank in self._of_modules(adapter):
-            tail, own = _known(_tail(module)), _tail(module)
-            in_files = (tails.get(tail.replace(*one)) for one in _IN_FILES)
-            name = tails.get(tail) or next((one for one in in_files if one is not None), None)
+        for module, low_rank in self._of_modules(adapter, tails):
+            own = module if module in HEADS else _tail(module)
+            tail = HEADS[0] if module in HEADS else _known(own)
+            name = _in_file(tail, tails)
             sites = self._part(tail, tails) if name is None else self._by_module[name]
             name = name or tail
             if not sites or name in fitted or module.removesuffix(own) not in prefixes:
@@ -308,12 +311,12 @@ class Sites:
                 hint="the adapter was trained on another model, or the head was trained too",
             )
 
-    def _of_modules(self, adapter: Adapter) -> Iterator[tuple[str, LowRank]]:
+    def _of_modules(self, adapter: Adapter, tails: Mapping[str, str]) -> Iterator[tuple[str, LowRank]]:
         """The adapter's parts by module of the checkpoint: of an expert in a stack, by the shapes of its projections."""
         for module, low_rank in adapter.modules.items():
             found = _EXPERT.fullmatch(module)
             if found is None:
-                yield module, low_rank
+                yield from _apart(module, low_rank, tails)
                 continue
             prefix, _, layer = found["layer"].rpartition("layers.")
             shape = [len(low_rank.b), low_rank.a.shape[1]]
@@ -344,6 +347,24 @@ class Sites:
             f"adapter {adapter.path} adapts {module}, which this model does not have, cannot adapt, or has been given already",
             hint=f"what can be adapted in its {len(self._by_module)} modules: {', '.join(kinds)}",
         )
+
+
+def _in_file(tail: str, tails: Mapping[str, str]) -> str | None:
+    """The checkpoint's module of that name, or of what files call it. tails: of its modules."""
+    by_other_names = (tails.get(tail.replace(*one)) for one in _IN_FILES)
+    return tails.get(tail) or next((one for one in by_other_names if one is not None), None)
+
+
+def _apart(module: str, low_rank: LowRank, tails: Mapping[str, str]) -> Iterator[tuple[str, LowRank]]:
+    """A module, or the two that the checkpoint has of what a class has in one (MiniMax M3's gate and up)."""
+    halves = [module.replace(".gate_up_proj", f".{one}_proj") for one in ("gate", "up")]
+    n_rows = len(low_rank.b)
+    is_one, are_two = (all(_in_file(_known(_tail(one)), tails) for one in names) for names in ([module], halves))
+    if n_rows % 2 or is_one or not are_two:
+        yield module, low_rank
+        return
+    for half, b in zip(halves, low_rank.b.chunk(2), strict=True):
+        yield half, replace(low_rank, b=b.contiguous())
 
 
 def _cut(sites: Sequence[Site], first: int, n_rows: int) -> list[Site]:
