@@ -211,7 +211,7 @@ def family_of(config: HfConfig) -> Family:
         if name in WRAPPERS:
             kind = (config.decoder or HfConfig({})).raw.get("model_type")
             family = BY_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
-        elif known is not None and known.built_as is not None and known.built_as == name:
+        elif known is not None and isinstance(name, str) and known.built_as == _with_head(name):
             family = known
     else:
         what, name = "model_type", kind
