@@ -212,6 +212,16 @@ def test_an_encoder_without_a_pooling_is_averaged(tmp_path: Path) -> None:
     np.testing.assert_allclose(vectors(fp32(path), TEXTS), want, atol=2e-5)
 
 
+def test_the_first_token_is_the_first_behind_an_instruction_that_is_not_pooled(tmp_path: Path) -> None:
+    """As sentence-transformers 6 takes it; what stands before is read all the same."""
+    path = make_encoder(tmp_path / "made", "bert", pooling="cls")
+    change(path, "1_Pooling/config.json", include_prompt=False)
+    llm = fp32(path)
+    for prompt in ("the bread of ", ""):
+        want = oracle(path).encode(TEXTS, prompt=prompt)
+        np.testing.assert_allclose(vectors(llm, TEXTS, instruction=prompt), want, atol=2e-5)
+
+
 @pytest.mark.parametrize("kind", ["bert", "roberta", "mpnet"])
 def test_the_longest_text_is_read_and_a_longer_one_refused(encoders: dict[str, Path], kind: str) -> None:
     """RoBERTa's table has two rows more than there are positions; the last one must be used. MPNet's tokens lie farther

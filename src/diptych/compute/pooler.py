@@ -225,7 +225,7 @@ class Pooler:
             return None if end < prompt.n_tokens else _checked(self._tail.normed(rows_TD[-1:])[0])
         if prompt.pooling.pool is Pool.FIRST:  # which has seen the text where all of it attends both ways, in one chunk
             assert (start, end) == (0, prompt.n_tokens), (start, end)
-            return _checked(self._tail.normed(rows_TD[:1])[0])
+            return _checked(self._tail.normed(rows_TD[prompt.pooling.first :][:1])[0])
         first = prompt.pooling.first
         if start <= first:
             prompt.sum_D, prompt.end = np.zeros(rows_TD.shape[1]), first

@@ -215,7 +215,7 @@ class Pool(Enum):
 class Pooling:
     """A request for states in place of tokens: its prompt is read, nothing is written, and its blocks go at once.
 
-    first: where the mean begins; what stands before it (an instruction) is read and not averaged.
+    first: where the mean begins, or which token is the first; what stands before it (an instruction) is read and not pooled.
     both_ways: every token attends to all of the prompt, which is then read in one chunk, and found in no cache.
     second: where the second text of a pair begins, for models that tell the two apart; None: there is one, or they do not.
     """

@@ -61,7 +61,8 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingSpec:
-    """How a prompt's states become its vector. includes_prompt: whether a mean is also over the instruction.
+    """How a prompt's states become its vector. includes_prompt: whether a mean is also over the instruction, and the first
+    token is also one of it.
 
     dimensions: the lengths that a vector may be cut to; empty: any. both_ways: each token attends to all others.
     dense: folders of the layers that a state goes through before it is normalised, in order.
