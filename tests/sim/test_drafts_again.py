@@ -13,6 +13,7 @@ from diptych.compute.sampler import Sampler
 from diptych.compute.structured import GrammarCompiler
 from diptych.control.loop import EngineCore
 from diptych.control.recording import Recorder
+from diptych.control.speculation import Depths, EveryGuess
 from diptych.engine.executor import ModelExecutor
 from diptych.engine.load import LoadedModel, load
 from diptych.ground.clock import VirtualClock
@@ -52,10 +53,18 @@ class Timed:
 class Run:
     """A real engine with its core recorded, and the book that a server keeps."""
 
-    def __init__(self, loaded: LoadedModel, requests: Iterable[Request], *, speculate: str = "lookup") -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        requests: Iterable[Request],
+        *,
+        speculate: str = "lookup",
+        step_tokens: int = 128,
+        depths: Depths | None = None,
+    ) -> None:
         model, clock = loaded.model, VirtualClock()
-        self.config = SchedulerConfig(max_step_tokens=128, max_running_sequences=8, speculate=speculate)
-        core = EngineCore(self.config, BLOCKS, model_revision=model.revision, predict_s=seconds)
+        self.config = SchedulerConfig(max_step_tokens=step_tokens, max_running_sequences=8, speculate=speculate)
+        core = EngineCore(self.config, BLOCKS, model_revision=model.revision, predict_s=seconds, depths=depths)
         self.recorder = Recorder(core)
         self.book = EventBook()
         grammars = GrammarCompiler(loaded.tokenizer, model.spec.vocab_size)
@@ -92,6 +101,24 @@ def test_a_run_under_a_grammar_is_simulated_decision_by_decision(loaded: LoadedM
     run = Run(loaded, requests(loaded), speculate=speculate)
     verified = [sum(one.drafted_tokens for one in record.drafts) for record in run.book.records.values()]
     assert (min(verified[:3]) > 10) == (speculate != "off")
+    assert rerun(run.recorder.lines(), predict_s=seconds) == []
+
+
+def test_drafts_beside_a_long_prompt_are_simulated(loaded: LoadedModel) -> None:
+    """Rows of the prompt were counted among those of drafts: beside one of 256 tokens and more nothing was verified."""
+    stream, form = requests(loaded)[:2]
+    long = replace(stream, request_id="long", prompt_token_ids=tuple(range(9, 1509)), arrival_s=0.011)
+    run = Run(loaded, [form, long], step_tokens=512, depths=EveryGuess(rows=1024))
+    tokens = {note.step.step_id: note.end - note.start for note in run.book.records["long"].chunks}
+    assert max(tokens.get(note.step_id, 0) for note in run.book.records["form"].drafts) > 256
+    assert rerun(run.recorder.lines(), predict_s=seconds) == []
+
+
+def test_a_prediction_is_not_guessed_twice(loaded: LoadedModel) -> None:
+    """It guessed beside the drafts of the run, and further than the run had verified."""
+    stream = replace(requests(loaded)[0], prediction_token_ids=tuple(loaded.tokenizer.encode(" three four" * 20)))
+    run = Run(loaded, [stream], speculate="off")
+    assert run.book.records["stream"].drafts
     assert rerun(run.recorder.lines(), predict_s=seconds) == []
 
 

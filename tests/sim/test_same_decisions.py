@@ -18,7 +18,7 @@ from diptych.cost.setup import setup_of
 from diptych.engine.executor import ModelExecutor
 from diptych.ground.clock import MonotonicClock, VirtualClock, sleep_s
 from diptych.ground.config import BlockConfig, ComputeConfig, SchedulerConfig
-from diptych.ground.errors import ConfigError, ExecutorError
+from diptych.ground.errors import CapacityError, ConfigError, ExecutorError
 from diptych.ground.events import Event, FinishEvent
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import Request, SamplingParams
@@ -179,6 +179,31 @@ def test_a_step_that_broke_is_no_step(tmp_path: Path) -> None:
     assert [one.sampling.max_tokens for _, one in recorded_load(path).start()] == [2, 3, 5]
     pasts = minutes_of(iter(lines)).requests
     assert [len(past.outputs[0]) for past in pasts] == [2, 3, 5]
+
+
+def test_one_that_was_refused_wrote_nothing(tmp_path: Path) -> None:
+    """Its prompt came again and was taken: what that wrote was put down to the refused one."""
+    clock = VirtualClock()
+    core = EngineCore(SchedulerConfig(max_waiting_tokens=60), ROOMY, model_revision="x", predict_s=seconds)
+    recorder = Recorder(core)
+    stepper = Stepper(recorder, PredictedExecutor(lambda shape: 0.01, clock), clock, fold=lambda events: None)
+    stepper.submit(request("first", tuple(range(30)), 20, 0.0))
+    with pytest.raises(CapacityError):
+        stepper.submit(request("refused", tuple(range(40)), 5, 0.0))
+    stepper.step()
+    stepper.submit(request("again", tuple(range(40)), 5, clock.now_s()))
+    while stepper.step():
+        pass
+    lines = recorder.lines()
+    assert [(past.request.request_id, len(past.outputs[0])) for past in minutes_of(iter(lines)).requests] == [
+        ("first", 20),
+        ("again", 5),
+    ]
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join(lines), "utf-8")
+    assert [one.sampling.max_tokens for _, one in recorded_load(path).start()] == [20, 1, 5]
+    earlier = [line.replace('"is_refused": false', "").replace('"is_refused": true', "") for line in lines]
+    assert len(minutes_of(iter(earlier)).requests) == 2
 
 
 @pytest.mark.parametrize(

@@ -106,9 +106,14 @@ class Recorder:
         return list(self._lines)
 
     def submit(self, request: Request) -> list[Event]:
-        """As EngineCore.submit; a refused request is recorded too."""
-        self._keep("submit", request)
-        return self.core.submit(request)
+        """As EngineCore.submit; a refused request is recorded too, and that it was."""
+        is_refused = True
+        try:
+            events = self.core.submit(request)
+            is_refused = False
+        finally:
+            self._keep("submit", request, is_refused=is_refused)
+        return events
 
     def cancel(self, request_id: str, now_s: float, *, reason: FinishReason = FinishReason.ABORT) -> list[Event]:
         """As EngineCore.cancel."""

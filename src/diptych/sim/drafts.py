@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 from diptych.control.speculation import Depths, EveryGuess, NewDrafter
 from diptych.cost.drafts.prices import DraftPrices
 from diptych.ground.bounds import Bound
-from diptych.ground.config import MOST_DRAFT_ROWS, SchedulerConfig
+from diptych.ground.config import SchedulerConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import Request
 from diptych.ground.shape import StepShape
@@ -29,6 +29,7 @@ from diptych.sim.executor import DRAWN_TOKEN
 
 _WRONG_TOKEN = 1
 _CONFIDENCE = 2  # of every guess alike
+_ANY_ROWS = 1 << 32  # more than a step has: the scheduler's own bound holds, beside prompts of any length
 
 Predict = Callable[[StepShape], float]
 
@@ -147,7 +148,7 @@ class RecordedDrafts:
 
     def depths(self, predict_s: Predict) -> Depths:
         """See Drafts: all of a guess, which is what was worth its rows."""
-        return EveryGuess(rows=2 * MOST_DRAFT_ROWS)
+        return EveryGuess(rows=_ANY_ROWS)
 
     def drafters(self, seed: int) -> dict[str, NewDrafter]:
         """See Drafts."""

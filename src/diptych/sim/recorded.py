@@ -50,12 +50,14 @@ class Recorded:
     ends_s: list[float] = field(default_factory=list)
     other_calls: set[str] = field(default_factory=set)
     _unseen: list[Request] = field(default_factory=list)
+    _are_refused: list[bool | None] = field(default_factory=list)  # of all submitted; None in files of earlier versions
 
     def take(self, entry: dict[str, Any]) -> None:
         """One line after the head."""
         call, args = entry["call"], decode(entry["args"])
         if call == "submit":
             self._unseen.append(_is(Request, args[0]))
+            self._are_refused.append(entry["kwargs"].get("is_refused"))
         elif call == "begin_step":
             begin_s = args[0]
             _INSTANT.take("the step's begin", begin_s, ConfigError)
@@ -89,9 +91,20 @@ class Recorded:
     def sequences(self) -> list[list[int]]:
         """The numbers of each request's sequences; none where it was refused or never began.
 
-        A sequence is known by its number alone: numbers rise in the order of submission, and its start tells its prompt.
+        A sequence is known by its number alone: every choice of a request that was taken has the next one. Where a file does
+        not say who was refused, numbers rise in the order of submission, and a start tells its prompt.
         """
-        started = sorted((one.seq_id, one.prompt_token_ids) for _, plan in self.plans for one in plan.starts)
+        started = {one.seq_id: one.prompt_token_ids for _, plan in self.plans for one in plan.starts}
+        if None in self._are_refused:
+            return self._by_prompts(sorted(started.items()))
+        found, first = [], 0
+        for (_, request), is_refused in zip(self.requests, self._are_refused, strict=False):
+            last = first if is_refused else first + request.sampling.n
+            found.append([number for number in range(first, last) if number in started])
+            first = last
+        return found
+
+    def _by_prompts(self, started: SequenceOf[tuple[int, SequenceOf[int]]]) -> list[list[int]]:
         found, place = [], 0
         for _, request in self.requests:
             mine, last = [], place + request.sampling.n
@@ -283,7 +296,9 @@ def rerun(lines: list[str], *, predict_s: Predict | None = None) -> list[str]:
     engine = cluster.members[0].engine
     executor = engine.stepper.executor = _Rerun(recorded, engine.clock)
     try:
-        cluster.run(RecordedLoad(recorded.requests))
+        # what a prediction guessed is among the drafts of the run: it is not to guess again beside them
+        unguessed = [(at_s, replace(request, prediction_token_ids=())) for at_s, request in recorded.requests]
+        cluster.run(RecordedLoad(unguessed))
     except ConfigError as error:
         return [error.message]
     return [f"{executor.n_missing} recorded steps were not simulated"] if executor.n_missing else []
