@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,11 +13,13 @@ from diptych.cost.setup import setup_of
 from diptych.ground.clock import VirtualClock
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
+from diptych.ground.phase import FinishReason
 from diptych.ground.request import Request, SamplingParams
 from diptych.ground.shape import StepShape
 from diptych.sim import counterfactual
 from diptych.sim.counterfactual import Change, Counterfactual, Machine, Minutes, times_of
 from diptych.sim.executor import PredictedExecutor
+from diptych.sim.journal import BlockNames, head_line, journal_minutes, request_line, step_line
 from diptych.sim.recorded import minutes_of
 from diptych.stepper import Stepper, serve
 
@@ -63,6 +66,51 @@ def test_without_a_change_the_minutes_come_out_as_they_were() -> None:
                 past.request.request_id
             )
     assert minutes.find("again").cached_tokens == 896
+
+
+def test_what_an_earlier_request_found_was_read_by_a_later_one_of_more_priority() -> None:
+    """The cache was filled in order of arrival, so that the one that read it all found it there."""
+    low, high = request("low", LONG, at_s=0.01), replace(request("high", LONG, at_s=0.02), priority=5)
+    minutes = recorded([request("stream", (1, 2, 3), at_s=0.0), low, high], max_running_sequences=1)
+    assert [minutes.find(name).cached_tokens for name in ("low", "high")] == [896, 0]
+    for name in ("low", "high"):
+        past, again = minutes.find(name), Counterfactual(minutes, name).outcome()
+        assert again.cached_tokens == past.cached_tokens
+        assert again.seen.ttft_s == pytest.approx(past.seen.ttft_s, rel=0.05)
+
+
+def test_a_prompt_whose_log_probabilities_are_wanted_is_read_again(tmp_path: Path) -> None:
+    """It is found in no cache, and was when it was run again, also by a server's journal."""
+    first, second = request("first", LONG, at_s=0.0, writes=200), request("second", LONG, at_s=0.2)
+    minutes = recorded([first, replace(second, sampling=replace(second.sampling, prompt_logprobs=0))])
+    assert Counterfactual(minutes, "second").outcome().cached_tokens == minutes.find("second").cached_tokens == 0
+    names, begin_s, lines = BlockNames(b"k" * 32, 16), 0.0, [head_line(minutes.config, minutes.blocks)]
+    for shape, time_s in minutes.steps:
+        lines.append(step_line(begin_s, begin_s + time_s, shape))
+        begin_s += time_s
+    path = tmp_path / "journal.jsonl"
+    path.write_text("\n".join([*lines, *(request_line(past, names) for past in minutes.requests)]) + "\n", "utf-8")
+    assert Counterfactual(*journal_minutes(path, "second")).outcome().cached_tokens == 0
+
+
+def test_every_choice_ends_where_it_did() -> None:
+    """One that a stop string or a grammar had ended went on for as long as the longest beside it."""
+    clock = VirtualClock()
+    core = EngineCore(SchedulerConfig(), BlockConfig(n_blocks=512), model_revision="x", predict_s=seconds)
+    recorder = Recorder(core)
+    stepper = Stepper(recorder, PredictedExecutor(seconds, clock), clock, fold=lambda events: None)
+    many = request("many", (1, 2, 3), at_s=0.0, writes=200)
+    stepper.submit(replace(many, sampling=replace(many.sampling, n=16)))
+    for _ in range(10):
+        stepper.step()
+    for index in range(1, 16):
+        recorder.finish("many", index, clock.now_s(), reason=FinishReason.STOP)
+    while stepper.step():
+        pass
+    minutes = minutes_of(iter(recorder.lines()))
+    assert {len(tokens) for tokens in minutes.find("many").outputs} == {200, 9}
+    again = Counterfactual(minutes, "many").outcome()
+    assert again.seen.tpot_s == pytest.approx(minutes.find("many").seen.tpot_s, rel=0.02)
 
 
 def test_one_thing_is_changed_and_the_scheduler_answers() -> None:

@@ -403,12 +403,12 @@ class _Drawn:
         step_s = 0.0 if self.is_free else self._time_s(plan.shape)
         self._clock.advance(step_s)
         results = tuple(
-            ChunkResult(seq_id=chunk.seq_id, token_ids=self._draw(chunk) if chunk.samples else ())
-            for chunk in plan.chunks
+            [self._draw(chunk) if chunk.samples else ChunkResult(seq_id=chunk.seq_id) for chunk in plan.chunks]
         )
         return StepResult(step_id=plan.step_id, results=results, device_s=step_s, host_s=0.0)
 
-    def _draw(self, chunk: Chunk) -> tuple[int, ...]:
+    def _draw(self, chunk: Chunk) -> ChunkResult:
+        """Behind its last recorded token a choice ends, whatever ended it: a text, a grammar, its client."""
         prompt_tokens, written = self._written[chunk.seq_id]
         drafts = chunk.draft_token_ids
         place = chunk.end_pos - len(drafts) - prompt_tokens
@@ -416,9 +416,9 @@ class _Drawn:
         for draft in (*drafts, None):
             drawn.append(written[place] if place < len(written) else DRAWN_TOKEN)
             place += 1
-            if draft != drawn[-1]:
+            if draft != drawn[-1] or place >= len(written):
                 break
-        return tuple(drawn)
+        return ChunkResult(seq_id=chunk.seq_id, token_ids=tuple(drawn), is_complete=place >= len(written))
 
 
 def _coming_after(past: Past, request_s: float) -> Past:
@@ -428,15 +428,15 @@ def _coming_after(past: Past, request_s: float) -> Past:
 
 
 def _again(past: Past, arrival_s: float) -> Request:
-    """The request, writing what it wrote."""
-    sampling = past.request.sampling
-    longest = max((len(tokens) for tokens in past.outputs), default=0)
-    plain = SamplingParams(
-        max_tokens=max(longest, 1),
-        n=sampling.n,
-        temperature=sampling.temperature,
-        ignore_eos=sampling.n == 1 or sampling.ignore_eos,
-        stop_token_ids=() if sampling.n == 1 else sampling.stop_token_ids,
+    """The request, writing what it wrote: only that ends it."""
+    plain = replace(
+        past.request.sampling,
+        min_tokens=0,
+        ignore_eos=True,
+        stop=(),
+        stop_token_ids=(),
+        structured=None,
+        prediction=None,
     )
     return replace(past.request, arrival_s=arrival_s, sampling=plain, segments=(), prediction_token_ids=())
 
@@ -444,7 +444,8 @@ def _again(past: Past, arrival_s: float) -> Request:
 def _warm(pasts: Sequence[Past], target: Past | None, block_tokens: int) -> Iterator[Request]:
     """Prompts that put into the prefix cache what stood there before, and all of the target's that it can hold."""
     known: list[tuple[CacheScope, tuple[int, ...]]] = []
-    for past in pasts:
+    # by their first chunks: one of a higher priority that came later may have read what an earlier one found
+    for past in sorted(pasts, key=lambda past: past.request.arrival_s + past.seen.queue_s):
         request, prompt = past.request, past.request.prompt_token_ids
         cached = past.cached_tokens // block_tokens * block_tokens
         if past is target:

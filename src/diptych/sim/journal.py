@@ -28,7 +28,7 @@ from diptych.ground.bounds import Bound, shown
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError, EngineError
 from diptych.ground.phase import Phase
-from diptych.ground.request import BOUNDS, AdapterRef, CacheScope, Request, SamplingParams
+from diptych.ground.request import BOUNDS, AdapterRef, CacheScope, Pool, Request, SamplingParams
 from diptych.ground.shape import ChunkShape, StepShape
 from diptych.sim.counterfactual import Drafted, Machine, Minutes, Past, Seen, times_of
 from diptych.sim.load import MOST_PROMPT_TOKENS, OpenLoad
@@ -111,8 +111,16 @@ def request_line(past: Past, names: BlockNames) -> str:
                 "seen": asdict(seen),
             }
             | ({"drafts": past.drafts} if any(past.drafts) else {})
+            | ({"is_read_whole": True} if _is_read_whole(request) else {})
         }
     )
+
+
+def _is_read_whole(request: Request) -> bool:
+    """Whether nothing of its prompt may be found in the prefix cache: more than keys and values is wanted of each token."""
+    pooling = request.pooling
+    is_pooled = pooling is not None and (pooling.both_ways or pooling.pool is Pool.MEAN)
+    return is_pooled or request.sampling.prompt_logprobs is not None
 
 
 def is_journal(path: Path) -> bool:
@@ -287,12 +295,15 @@ def _adapter(entry: dict[str, Any], numbers: dict[str, int]) -> AdapterRef | Non
 
 def _past(entry: dict[str, Any], number: int, block_tokens: int, adapter: AdapterRef | None) -> Past:
     prompt, outputs = entry["prompt_tokens"], entry["output_tokens"]
+    logprobs = 0 if entry.get("is_read_whole") else None
     longest = max((prompt, *(prompt + n for n in outputs)))
     tokens = tuple(_tokens(entry["blocks"], block_tokens, longest, number))
     request = Request(
         request_id=entry["id"],
         prompt_token_ids=tokens[:prompt],
-        sampling=SamplingParams(max_tokens=entry["max_tokens"], n=max(1, len(outputs)), ignore_eos=True),
+        sampling=SamplingParams(
+            max_tokens=entry["max_tokens"], n=max(1, len(outputs)), ignore_eos=True, prompt_logprobs=logprobs
+        ),
         arrival_s=entry["arrival_s"],
         priority=entry["priority"],
         adapter=adapter,
