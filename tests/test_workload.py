@@ -162,6 +162,19 @@ def test_azure_trace_is_read_with_both_time_notations(tmp_path):
     assert [item.at_s for item in open_trace(path)] == pytest.approx([0.0, 1.50707], abs=1e-6)
 
 
+def test_instants_of_a_trace_are_compared_in_utc(tmp_path):
+    """Where clocks are put back, two seconds were an hour, and the later request came first."""
+    path = tmp_path / "autumn.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-10-29 02:59:59.5+02:00,5,1\n"
+        "2023-10-29 02:00:01.5+01:00,6,1\n"
+        "2023-10-29 01:00:02,7,1\n",
+        "utf-8",
+    )
+    assert [(item.at_s, item.prompt_tokens) for item in open_trace(path)] == [(0.0, 5), (2.0, 6), (2.5, 7)]
+
+
 def test_mooncake_trace_shares_the_blocks_of_equal_hashes(tmp_path):
     path = tmp_path / "mooncake.jsonl"
     rows = [

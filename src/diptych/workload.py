@@ -19,7 +19,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import groupby, islice
 from pathlib import Path
@@ -331,13 +331,15 @@ def _mooncake_entry(line: str) -> _Entry:
 
 
 def _timestamp_s(text: str) -> float:
-    """Seconds since the epoch of an ISO instant with any number of fractional digits (Azure writes seven)."""
+    """Seconds since the epoch of an ISO instant with any number of fractional digits (Azure writes seven), in UTC where it
+    names no zone.
+    """
     head, dot, rest = text.strip().partition(".")
     digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]
     moment = datetime.fromisoformat(head + rest[len(digits) :])
     fraction_s = float(f"0.{digits}") if dot and digits else 0.0
-    origin = datetime(1970, 1, 1, tzinfo=moment.tzinfo)
-    return (moment - origin).total_seconds() + fraction_s
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    return moment.timestamp() + fraction_s
 
 
 def _items(entries: Iterable[_Entry], first_s: float) -> Iterator[WorkloadItem]:
