@@ -59,8 +59,20 @@ def stream(rate_per_s: float = 20.0) -> Load:
         (Service.of(H100, enable_prefix_cache=False, kv_tokens=6000), stream),
         (Service.of(H100, max_running_sequences=16, stall_budget_s=0.02), lambda: stream(90.0)),
         (Service.of(GEMMA, max_running_sequences=8), stream),
+        (Service.of(H100, prefills_alone=True), stream),
     ],
-    ids=["users", "one who asks on", "three", "tight", "midway", "tight stream", "no cache", "full", "windows"],
+    ids=[
+        "users",
+        "one who asks on",
+        "three",
+        "tight",
+        "midway",
+        "tight stream",
+        "no cache",
+        "full",
+        "windows",
+        "alone",
+    ],
 )
 def test_leaps_change_nothing(service: Service, load: object) -> None:
     """Every latency to the last bit, idle engines woken too; sums over several engines are added in another order."""

@@ -61,12 +61,17 @@ class SimulatedEngine:
         )
         self.core.pool.next_digest = _next_digest
         self._on_events = on_events
-        executor = PredictedExecutor(time_s or predict_s, self.clock, wake_s=wake_s)
-        self.stepper = Stepper(self.core, executor, self.clock, fold=self._fold)
+        self._executor = PredictedExecutor(time_s or predict_s, self.clock, wake_s=wake_s)
+        self.stepper = Stepper(self.core, self._executor, self.clock, fold=self._fold)
 
     def serve(self, requests: Iterable[Request]) -> None:
         """Let requests, in order of arrival_s, come and be answered."""
         serve(self.stepper, requests, wait=self.clock.advance)
+
+    def worked_until(self, at_s: float) -> None:
+        """Steps that nobody walked through have ended then."""
+        self.clock.move_to(at_s)
+        self._executor.worked_until_s = at_s
 
     def _fold(self, events: list[Event]) -> None:
         self.book.fold(events)

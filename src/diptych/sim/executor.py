@@ -35,22 +35,23 @@ class PredictedExecutor:
     """Moves the clock by predict_s(shape) per step; every token it draws is DRAWN_TOKEN, and drafts of it hold.
 
     wake_s: what a step takes longer before which there was nothing to do: threads sleep then, and caches are others'.
+    worked_until_s: the end of the last step, also of one that did not come here.
     """
 
     def __init__(self, predict_s: Callable[[StepShape], float], clock: VirtualClock, *, wake_s: float = 0.0) -> None:
         self._predict_s = predict_s
         self._clock = clock
         self._wake_s = wake_s
-        self._worked_until_s = -inf
+        self.worked_until_s = -inf
         self._drawn: dict[int, ChunkResult] = {}  # by sequence: what its decode steps without drafts give
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Let the plan's predicted time pass."""
         step_s = self._predict_s(plan.shape)
-        if self._wake_s and not plan.shape.decode_tokens and self._clock.now_s() - self._worked_until_s > IDLE_S:
+        if self._wake_s and not plan.shape.decode_tokens and self._clock.now_s() - self.worked_until_s > IDLE_S:
             step_s += self._wake_s
         self._clock.advance(step_s)
-        self._worked_until_s = self._clock.now_s()
+        self.worked_until_s = self._clock.now_s()
         drawn = self._drawn
         if len(drawn) > MOST_KEPT:
             drawn.clear()

@@ -93,14 +93,14 @@ class Member:
         n = min(bisect_left(ends_s, at_s) + 1, len(ends_s))
         self._run, self.run_evicts = None, False
         self._limit = min(2 * n, _LONGEST_RUN) if n == len(ends_s) else max(n, _LEAST_RUN)
-        pool, clock = self.engine.core.pool, self.engine.clock
-        held_blocks, begin_s = pool.held_blocks, clock.now_s()
+        pool = self.engine.core.pool
+        held_blocks, begin_s = pool.held_blocks, self.engine.clock.now_s()
         running, waiting = self.engine.core.running_and_waiting
         self.engine.core.commit_run(n, token_id=DRAWN_TOKEN)
         del ends_s[n:]
         held = islice(accumulate(run.new_blocks, initial=held_blocks), 1, None)
         self._work.decoded(begin_s, ends_s, held, of=pool.n_blocks, n=running, waiting=waiting)
-        clock.move_to(ends_s[-1])
+        self.engine.worked_until(ends_s[-1])
         records = self.engine.book.records
         for request_id, index in run.choices:
             records[request_id].decoded(index, ends_s)
