@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,8 +56,8 @@ def serve(
     if rate is not None and not rate > 0:
         raise ConfigError(f"rate is {rate}; it must be greater than 0")
     for name, value in (("--timeout-s", timeout_s), ("--ttft-ms", ttft_ms), ("--tpot-ms", tpot_ms)):
-        if value is not None and not value > 0.0:
-            raise ConfigError(f"{name} is {value}; it must be greater than 0")
+        if value is not None and not 0.0 < value < math.inf:  # JSON knows no infinity
+            raise ConfigError(f"{name} is {value}; it must be a number greater than 0")
     if explain and as_json:
         raise ConfigError("--explain words the numbers of the page, and --json prints none", hint="give one of them")
     if endpoint not in ("completions", "chat"):
