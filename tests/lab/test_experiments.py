@@ -20,7 +20,7 @@ from diptych.cli import lab
 from diptych.compute.runner import random_model
 from diptych.cost.calibration import Cache
 from diptych.cost.profile import load_profile, read_profile
-from diptych.engine.load import bundled_dir, load
+from diptych.engine.load import bundled_dir, load, local_predictor
 from diptych.ground.clock import VirtualClock, sleep_s
 from diptych.ground.config import ComputeConfig, EngineConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
@@ -441,6 +441,22 @@ def test_unknown_experiment_is_named() -> None:
     """A typing error should cost one look."""
     with pytest.raises(ConfigError, match="no experiment 'speed'"):
         choose(["speed"])
+
+
+def test_a_profile_without_a_date_is_no_traceback(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planner reads one, and the lab's report ended in a KeyError."""
+    residual = {"low": -0.1, "high": 0.1, "median_error": 0.0, "rows": 1}
+    profile = {
+        "schema": 1, "memory_bytes_per_s": 1e10, "memory_bytes": 1e10, "flops_per_s": {"bf16": 1e11}, "p": 3.0,
+        "eb": {"bf16": 0.9}, "ef": {"bf16": 0.9}, "attention": {"kv_eb": 0.8, "prefill_ef": 0.5, "decode_ef": 0.3},
+        "residuals": {"prefill": residual, "decode": residual},
+    }  # fmt: skip
+    monkeypatch.setenv("DIPTYCH_HOME", str(tmp_path))
+    (tmp_path / "hardware.json").write_text(json.dumps(profile))
+    monkeypatch.setattr(stage, "predictor", local_predictor(stage.model))
+    assert stage.predictions == "this machine's measured profile of a date unknown"
 
 
 @pytest.fixture

@@ -235,7 +235,8 @@ class Stage:
         if self.predictor is None:
             return f"none: {profile_gap(self.model)}"
         kind = profile_kind(self.model)
-        return f"this machine's measured profile{' of its GPU' * (kind == 'gpu')} of {load_profile(kind=kind)['date']}"
+        date = load_profile(kind=kind).get("date", "a date unknown")
+        return f"this machine's measured profile{' of its GPU' * (kind == 'gpu')} of {date}"
 
     @property
     def cached_weights(self) -> str:
