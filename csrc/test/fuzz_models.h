@@ -24,7 +24,10 @@ struct Model {
   int64_t n_adapters;
   int64_t rank, rotary;  // of latent attention, whose one cached vector is both; 0: none
   int64_t most, index_heads, index_dim, pool = 1;  // of an index that chooses what is attended to; most INT64_MAX: none
-  int64_t block;         // positions that are chosen together by the means of their keys, not of latents; 0: none
+  int64_t block;         // positions that are chosen together, not of latents; 0: none
+  bool by_means;         // by the means of their keys, for all heads the same; or by the largest of each, for each head of keys others
+  bool is_chunked;       // AttentionShape::is_chunked
+  bool both_ways;        // prompts come whole, and each token sees all of its own
   bool shares_choice;    // the first layer's index chooses for all
   bool chooses(int64_t layer) const { return has_entries ? entries[layer].has_index : most != INT64_MAX && (layer == 0 || !shares_choice); }
   bool has_states;       // each layer moves one on, too
@@ -32,6 +35,9 @@ struct Model {
   bool has_entries;      // rows that all heads meet as they are: of a window's tokens, and of entries (DeepSeek V4)
   int64_t groups;        // of heads that are expanded together
   struct Entries { int64_t tokens, n_series; bool has_index; } entries[2];  // of each layer; of no tokens: there are none
+
+  // How many tokens a prompt has that makes full use of a choice of positions; 0: there is none.
+  int64_t chosen() const { return most == INT64_MAX || has_entries ? 0 : most; }
 
   // What the cache keeps: layer by layer, and behind them the keys that blocks are chosen by.
   std::vector<KvHeads> kept() const {
@@ -95,13 +101,18 @@ class World {
       m.pool = pick(0, 2) == 0 ? pick(2, 9) : 1;  // with gates behind its keys
       if (m.pool != 1) m.index_dim *= 2, m.most = (m.most / m.pool + 2) * m.pool - 1;
     }
-    if (m.rank == 0 && pick(0, 3) == 0) {
-      m.block = int64_t{2} << pick(0, 3), m.most = m.block * pick(1, pick(0, 3) ? 12 : 120) + m.block - 1, m.shares_choice = pick(0, 1), m.window = INT64_MAX, m.shares_kv = false;
-      m.index_heads = pick(1, 9), m.index_dim = 2 * std::min<int64_t>(m.head_dim / 2, 20) + 2 * pick(0, 30);
+    if (m.rank == 0 && pick(0, 2) == 0) {
+      m.by_means = pick(0, 2) != 0, m.block = (m.by_means ? int64_t{2} : int64_t{16}) << pick(0, m.by_means ? 3 : 4);
+      const int64_t most = 300 / m.block;  // of blocks: a tile's places and more, where small blocks fill all lists of them
+      m.most = m.block * (pick(0, 1) ? pick((2 * most + 2) / 3, most) : pick(1, std::min<int64_t>(most, 12))) + (m.by_means ? m.block - 1 : 0);
+      m.shares_choice = pick(0, 1), m.window = INT64_MAX, m.shares_kv = false;
+      m.index_heads = m.by_means ? pick(1, 9) : m.n_kv_heads, m.index_dim = 2 * std::min<int64_t>(m.head_dim / 2, 20) + 2 * pick(0, 30);
     }
     m.has_states = pick(0, 2) == 0;
     m.states = states();
     if (pick(0, 4) == 0) make_entries(m);
+    m.is_chunked = m.window != INT64_MAX && !m.has_entries && pick(0, 3) == 0;
+    m.both_ways = m.most == INT64_MAX && !m.has_entries && !m.is_chunked && pick(0, 7) == 0;
     return m;
   }
 

@@ -14,25 +14,29 @@
 
 namespace diptych {
 
-// A file in memory: what is given back of its pages comes again.
+// A file in memory: what is given back of its pages comes again. It ends with a page, and behind that is nothing.
 class MappedFile {
  public:
-  MappedFile(const uint8_t* data, int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {
+  MappedFile(const uint8_t* data, int64_t bytes) {
+    const int64_t page = sysconf(_SC_PAGESIZE), ahead = (page - bytes % page) % page, whole = ahead + bytes;
     const int file = memfd_create("weight", 0);
-    if (file < 0 || write(file, data, bytes_) != bytes) std::abort();
-    data_ = mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, file, 0);
-    if (data_ == MAP_FAILED) std::abort();
+    if (file < 0 || pwrite(file, data, static_cast<size_t>(bytes), ahead) != bytes) std::abort();
+    bytes_ = static_cast<size_t>(whole + page);
+    pages_ = mmap(nullptr, bytes_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (pages_ == MAP_FAILED || mmap(pages_, static_cast<size_t>(whole), PROT_READ, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED) std::abort();
+    data_ = static_cast<const uint8_t*>(pages_) + ahead;
     close(file);
   }
-  ~MappedFile() { munmap(data_, bytes_); }
+  ~MappedFile() { munmap(pages_, bytes_); }
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;
 
-  const uint8_t* data() const { return static_cast<const uint8_t*>(data_); }
+  const uint8_t* data() const { return data_; }
 
  private:
   size_t bytes_;
-  void* data_;
+  void* pages_;
+  const uint8_t* data_;
 };
 
 inline int rows_buffer(Program& program, const Model& m, int64_t width, int64_t rows_per_token = 1) {
@@ -60,8 +64,8 @@ class Recorder {
     else
       p_.record(Category::embed, EmbedOp{p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, m.vocab, m.hidden}), x_, 1.0f, positions(table)});
     shape_ = {m.n_heads, m.n_kv_heads, m.head_dim, m.v_head_dim, 0.3f, m.window, 3.0f, m.has_softcap};
-    shape_.most = m.most, shape_.pool = m.pool, shape_.reach = w_.pick(0, 40);
-    if (m.block != 0) shape_.block = m.block, shape_.by_means = true, choice_ = plain_buffer(p_, BufferKind::f32, m.most / m.block + 1);
+    shape_.most = m.most, shape_.pool = m.pool, shape_.reach = w_.pick(0, 40), shape_.is_chunked = m.is_chunked;
+    if (m.block != 0) shape_.block = m.block, shape_.by_means = m.by_means, choice_ = plain_buffer(p_, BufferKind::f32, m.by_means ? m.most / m.block + 1 : m.n_kv_heads * (m.most / m.block));
     else if (m.most != INT64_MAX) choice_ = plain_buffer(p_, BufferKind::f32, m.most);
     const bool is_latent = m.rank != 0, expands = is_latent || m.has_entries, is_direct = has_bf16_rows(m.weights) && !expands;
     const int64_t q_width = m.n_heads * m.head_dim, a_width = m.n_heads * m.v_head_dim;
@@ -323,17 +327,17 @@ class Recorder {
     p_.record(Category::attention, choose);
   }
 
-  // By the means of keys, which lie in a layer of the cache of their own.
+  // By their keys, or the means of these, which lie in a layer of the cache of their own.
   void choose_blocks(int rows, int layer) {
-    const int64_t heads = m_.index_heads, d = m_.index_dim;
-    const int outs[] = {plain_buffer(p_, BufferKind::f32, d), plain_buffer(p_, BufferKind::f32, heads * d)}, key = outs[0], q = outs[1];
-    for (const int out : outs) p_.record(Category::qkv, LinearOp{linear(out == key ? d : heads * d, m_.hidden), rows, out, Store::f32, Activation::silu});
-    p_.record(Category::rope, CacheIndexOp{key, layer, -1, -1, rope_, 0.0f});
-    p_.record(Category::rope, CacheIndexOp{key, layer, norm(d), -1, rope_, 1e-6f, 0, m_.block});
+    const int64_t heads = m_.index_heads, d = m_.index_dim, first_head = m_.by_means ? 0 : w_.pick(0, 2), width = (first_head + heads) * d;
+    const int outs[] = {plain_buffer(p_, BufferKind::f32, d), plain_buffer(p_, BufferKind::f32, width)}, key = outs[0], q = outs[1];
+    for (const int out : outs) p_.record(Category::qkv, LinearOp{linear(out == key ? d : width, m_.hidden), rows, out, Store::f32, Activation::silu});
+    if (m_.by_means) p_.record(Category::rope, CacheIndexOp{key, layer, -1, -1, rope_, 0.0f});
+    p_.record(Category::rope, CacheIndexOp{key, layer, norm(d), -1, rope_, 1e-6f, 0, m_.by_means ? m_.block : 0});
     AttentionShape shape{heads, 1, d};
-    shape.most = m_.most, shape.block = m_.block, shape.by_means = true, shape.v_head_dim = d;
+    shape.most = m_.most, shape.block = m_.block, shape.by_means = m_.by_means, shape.v_head_dim = d;
     ChooseOp op{q, plain_buffer(p_, BufferKind::bf16, heads * d), -1, choice_, layer, rope_, shape};
-    op.norm = norm(d), op.norm_eps = 1e-6f;
+    op.norm = norm(d), op.norm_eps = 1e-6f, op.first_head = first_head, op.local = m_.by_means ? op.local : w_.pick(1, m_.most / m_.block);
     p_.record(Category::attention, op);
   }
 

@@ -3,9 +3,10 @@
 // Each round builds a small random model (dense or experts, with latent attention or without, entries of tokens beside tokens, layers that attend to
 // another's keys, streams beside each other, states beside attention, every weight and cache format, some adapters, its weights packed, or used in a file and
 // moved while it answers) for two sets, computes one prompt whole, and again cut at random beside neighbours and over dirty blocks, both models at once; logits must agree bit
-// for bit, and the best found without them must be theirs. Exit 1 on a difference.
+// for bit, the best found without them must be theirs, and tokens drawn from them are theirs, too. Where an index chooses, most prompts pass what it chooses. Exit 1 on a difference.
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -29,6 +30,25 @@ bool has_same_best(Program& program, const Step& step, KvCache& kv, const float*
   return true;
 }
 
+// Whether tokens drawn from logits are there and have a weight, and are the same whatever is drawn beside them.
+bool draws_alike(Program& program, World& world, const float* logits, int64_t n) {
+  const auto draws = static_cast<size_t>(world.pick(1, 5));
+  std::vector<int32_t> rows(draws);
+  for (int32_t& row : rows) row = static_cast<int32_t>(world.pick(0, n - 1));
+  const std::vector<float> temperatures = world.floats(static_cast<int64_t>(draws), 0.01f, 3.0f), drawn_at = world.floats(static_cast<int64_t>(draws), 0.0f, 1.0f);
+  const std::vector<double> quantiles(drawn_at.begin(), drawn_at.end());
+  std::vector<Drawn> drawn(draws);
+  program.draw(logits, program.vocab(), rows.data(), static_cast<int64_t>(draws), temperatures.data(), quantiles.data(), drawn.data());
+  for (size_t i = 0; i < draws; ++i) {
+    Drawn alone;
+    program.draw(logits, program.vocab(), rows.data() + i, 1, temperatures.data() + i, quantiles.data() + i, &alone);
+    const float* begin = logits + rows[i] * program.vocab();
+    if (alone.index != drawn[i].index || alone.total != drawn[i].total || alone.index < 0 || alone.index >= program.vocab()) return false;
+    if (alone.best != *std::max_element(begin, begin + program.vocab()) || !(alone.total >= 1.0)) return false;
+  }
+  return true;
+}
+
 // Steps one prompt, cut into chunks, as sequence 0 of batches whose other sequences are noise. Returns its logits, or nothing where
 // the best differ.
 std::vector<float> answer(Program& program, World& world, const Model& m, const std::vector<int32_t>& prompt, int64_t largest_chunk, int64_t neighbours) {
@@ -48,11 +68,12 @@ std::vector<float> answer(Program& program, World& world, const Model& m, const 
   std::vector<float> logits(n * m.vocab);
   std::vector<int64_t> lengths(1 + neighbours, 0);
   for (int64_t at = 0; at < n;) {
-    std::vector<int32_t> ids, starts{0}, contexts, wanted, adapters;
+    std::vector<int32_t> ids, starts{0}, contexts, wanted, adapters, both_ways;
+    for (int64_t s = 0; s <= neighbours; ++s) both_ways.push_back(m.both_ways && (s == 0 || world.pick(0, 1)));
     for (int64_t s = 0; s <= neighbours; ++s)
       adapters.push_back(static_cast<int32_t>(s == 0 ? prompt[0] % (m.n_adapters + 1) - 1 : world.pick(-1, m.n_adapters - 1)));
     for (int64_t s = 0; s <= neighbours; ++s) {
-      const int64_t take = std::min(n - lengths[s], world.pick(1, largest_chunk));
+      const int64_t left = n - lengths[s], take = both_ways[s] ? left : std::min(left, world.pick(1, largest_chunk));
       for (int64_t i = 0; i < take; ++i) {
         ids.push_back(s == 0 ? prompt[lengths[s] + i] : static_cast<int32_t>(world.pick(0, m.vocab - 1)));
         if (s == 0) wanted.push_back(static_cast<int32_t>(i));
@@ -67,6 +88,7 @@ std::vector<float> answer(Program& program, World& world, const Model& m, const 
     Step step{ids.data(), starts.data(), contexts.data(), table.data(), wanted.data(),
                     static_cast<int64_t>(ids.size()), 1 + neighbours, per_sequence, static_cast<int64_t>(wanted.size())};
     if (m.n_adapters > 0) step.adapters = adapters.data();
+    if (m.both_ways) step.both_ways = both_ways.data();
     std::vector<int32_t> writes, saves;
     for (int32_t s = 0; s <= neighbours; ++s) {
       const int32_t rows = starts[s + 1] - starts[s];
@@ -76,10 +98,19 @@ std::vector<float> answer(Program& program, World& world, const Model& m, const 
     if (!floats.empty()) step.state_reads = places.data(), step.state_writes = writes.data(), step.state_saves = saves.data(), step.n_saves = static_cast<int64_t>(saves.size()) / 3;
     program.run(step, kv, logits.data() + at * m.vocab);
     if (!has_same_best(program, step, kv, logits.data() + at * m.vocab)) return {};
+    if (!draws_alike(program, world, logits.data() + at * m.vocab, step.n_logits)) return {};
     at += static_cast<int64_t>(wanted.size());
     places = writes;
   }
   return logits;
+}
+
+// Some, or some more than an index chooses; so many that attention, which takes longest, takes seconds under a sanitizer.
+int64_t prompt_tokens(World& world, const Model& m, int64_t sequences) {
+  const bool passes_choice = m.chosen() != 0 && world.pick(0, 3) != 0;
+  const int64_t wanted = passes_choice ? m.chosen() + world.pick(1, 40) : world.pick(1, world.pick(0, 4) == 0 ? 600 : 60);
+  const double of_pair = static_cast<double>(sequences * m.layers * m.n_heads * (m.head_dim + m.v_head_dim));
+  return std::min(wanted, static_cast<int64_t>(std::sqrt(4e8 / of_pair)) + 1);
 }
 
 // One random model under two kernel sets (seldom the same one): each answers alone, and then both at once, cut at random. What a
@@ -88,9 +119,9 @@ const char* round(uint64_t seed) {
   World world(seed);
   const Model m = world.model();
   const std::vector<float> table = world.floats(std::max<int64_t>(m.vocab, 600) * m.hidden, -1.0f, 1.0f);
-  std::vector<int32_t> prompt(world.pick(1, world.pick(0, 4) == 0 ? 600 : 60));
-  for (int32_t& id : prompt) id = static_cast<int32_t>(world.pick(0, m.vocab - 1));
   const int64_t largest_chunk = world.pick(1, 70), neighbours = world.pick(0, 4);
+  std::vector<int32_t> prompt(prompt_tokens(world, m, 1 + neighbours));
+  for (int32_t& id : prompt) id = static_cast<int32_t>(world.pick(0, m.vocab - 1));
   const auto n_sets = static_cast<int64_t>(kernel_sets().size());
   struct Side {
     World world;
@@ -102,7 +133,8 @@ const char* round(uint64_t seed) {
   std::vector<std::unique_ptr<Side>> sides;
   for (int i = 0; i < 2; ++i) {
     const KernelSet& set = *kernel_sets()[i == 0 ? seed % n_sets : world.pick(0, n_sets - 1)];
-    sides.emplace_back(new Side{World(seed + 1), {}, Program(set, static_cast<int>(world.pick(1, 3))), {}, {}});
+    const auto threads = static_cast<int>(world.pick(0, 15) == 0 ? world.pick(9, 12) : world.pick(1, 3));  // or more than share parts (Balance)
+    sides.emplace_back(new Side{World(seed + 1), {}, Program(set, threads), {}, {}});
     Recorder(sides[i]->program, is_mapped ? &sides[i]->files : nullptr, sides[i]->world, m, table);
   }
   for (auto& side : sides) side->whole = answer(side->program, side->world, m, prompt, 1 << 20, 0);
