@@ -31,7 +31,8 @@ DIPTYCH_INLINE float weight_levels(const AttentionShape& shape) { return shape.i
 // A query of bytes: minus 128 times its sum, as keys are met as bytes without a sign, and the numbers in fours.
 DIPTYCH_INLINE int64_t quad_stride(int64_t d) { return 4 + (d + 3) / 4 * 4; }
 
-// A query of bf16 as whole numbers whose products with any bytes fit 32 bits; returns its scale.
+// A query of bf16 as whole numbers whose products with any bytes fit 32 bits; returns its scale: of zeros any but zero, by which what is hidden
+// from it would be no number.
 DIPTYCH_INLINE float whole_query(const uint16_t* x, int64_t d, bool in_bytes, int64_t stride, uint16_t* out) {
   const float levels = in_bytes ? kByteLevels : d <= 512 ? 32767.0f : 16383.0f;
   F32 most = zero();
@@ -49,7 +50,7 @@ DIPTYCH_INLINE float whole_query(const uint16_t* x, int64_t d, bool in_bytes, in
     std::memcpy(out + i, whole, static_cast<size_t>(d - i) * 2);
   }
   std::memset(out + d, 0, static_cast<size_t>(stride - d) * 2);
-  return largest > 1e-30f ? largest / levels : 0.0f;
+  return largest > 1e-30f ? largest / levels : 1.0f;
 }
 
 // The largest of the scales [lo, hi) of a tile.

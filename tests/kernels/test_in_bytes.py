@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_ops import attended, native_cache, rows_in
+from test_ops import KV_FORMATS, attended, native_cache, rows_in, sizes_of
 
 from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops.tolerances import EdgeShape
 from diptych.ground.formats import KV_IN_BYTES
-from op_bench import make_batch, quantised
+from op_bench import Bench, make_batch, quantised
 
 pytestmark = [
     pytest.mark.native,
@@ -73,3 +73,26 @@ def test_what_is_rounded_is_what_is_said(isa: str, shape: EdgeShape) -> None:
     exact, rounded = (reckoned(shape, levels=levels) for levels in (None, LEVELS))
     by_rounding, left = ((x - rounded).abs().mean() for x in (exact, got))
     assert left < by_rounding / 5
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_a_query_of_zeros_meets_alike_what_it_sees(isa: str, kv_format: str) -> None:
+    """A pruned head's. Its scores are zeros, and of what lies behind it none counts."""
+    shape = EdgeShape(name="", sequences=((300, 20),), n_heads=3, n_kv_heads=1, head_dim=64)
+    batch, n_blocks = make_batch(shape)
+    kv, _, values = native_cache(shape, n_blocks, kv_format)
+    qkv = rows_in(shape, batch, spread=False)
+    qkv[:, : shape.head_dim] = 0.0
+    bench = Bench(isa, qkv, threads=2)
+    native = cpu._cpu.AttentionShape(scale=0.125, in_bytes=kv_format == KV_IN_BYTES, **sizes_of(shape))
+    q, out = bench.program.add_bf16(3 * 64), bench.program.add_f32(3 * 64)
+    bench.program.rotate(
+        qkv=bench.x, q=q, layer=0, shape=native, rope=None, q_norm=None, k_norm=None,
+        has_full_width_norm=False, norm_eps=1e-6,
+    )  # fmt: skip
+    bench.program.attention(q=q, out=out, layer=0, shape=native)
+    got = bench.run(out, 3 * 64, batch, kv)[:, : shape.head_dim]
+    before = torch.cat([values[block] for block in batch.block_table_SM[0]])[:300, 0]
+    seen = torch.cat([before, qkv[:, -shape.head_dim :]])
+    expected = torch.stack([seen[: 301 + row].mean(0) for row in range(20)])
+    assert (got - expected).abs().max() < 0.02 * expected.abs().max()
