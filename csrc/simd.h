@@ -109,16 +109,16 @@ DIPTYCH_INLINE F32 weight_exp2_lanes(F32 x) {
 #endif
 }
 
-// e^x with the argument reduced in two parts, so that large |x| keeps its relative accuracy.
+// e^x with the argument reduced in two parts, so that large |x| keeps its relative accuracy. NaN stays NaN: max and min give their second.
 DIPTYCH_INLINE F32 exp_lanes(F32 x) {
-  x = min(max(x, set1(-110.0f)), set1(88.0f));
+  x = min(set1(88.0f), max(set1(-110.0f), x));
   const F32 n = round_even(mul(x, set1(1.44269504089f))), r = fma(n, set1(-0.693359375f), x);
   return scale2(exp2_fraction(mul(fma(n, set1(2.12194440e-4f), r), set1(1.44269504089f))), n);
 }
 
-// absolute error below 3e-7
+// absolute error below 3e-7; NaN stays NaN, or capped logits that are none would be plausible
 DIPTYCH_INLINE F32 tanh_lanes(F32 x) {
-  x = min(max(x, set1(-20.0f)), set1(20.0f));
+  x = min(set1(20.0f), max(set1(-20.0f), x));
   F32 e = exp_lanes(add(x, x));
   return sub(set1(1.0f), div(set1(2.0f), add(e, set1(1.0f))));
 }

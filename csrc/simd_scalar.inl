@@ -23,7 +23,7 @@ DIPTYCH_INLINE F32 round_even(F32 a) {  // |a| < 2^22; adding 1.5 * 2^23 drops t
 }
 DIPTYCH_INLINE F32 scale2(F32 x, F32 n) {
   DIPTYCH_EACH {
-    int32_t whole = static_cast<int32_t>(n.v[i] < -127.0f ? -127.0f : n.v[i] > 127.0f ? 127.0f : n.v[i]);
+    int32_t whole = static_cast<int32_t>(n.v[i] > -127.0f ? n.v[i] < 127.0f ? n.v[i] : 127.0f : -127.0f);
     uint32_t bits = static_cast<uint32_t>(whole + 127) << 23;
     float power;
     std::memcpy(&power, &bits, 4);

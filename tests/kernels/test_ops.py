@@ -521,10 +521,11 @@ def test_best_without_logits_is_the_arg_max_of_the_logits(
             np.testing.assert_array_equal(values, logits.numpy()[np.arange(len(rows)), expected])
 
 
-def test_best_of_a_row_without_numbers_is_no_number(isa: str) -> None:
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_best_of_a_row_without_numbers_is_no_number(isa: str, softcap: float | None) -> None:
     """The sampler ends a sequence by this; a plausible logit would let rubbish through."""
     x = torch.full((2, 32), torch.nan)
-    program, kv = head_program(isa, x, noise(100, 32, seed=1), weights="bf16", softcap=None, threads=2)
+    program, kv = head_program(isa, x, noise(100, 32, seed=1), weights="bf16", softcap=softcap, threads=2)
     batch, _ = make_batch(EdgeShape(name="", sequences=((0, 2),)))
     rows = np.array([1, 0], dtype=np.int32)
     arrays = (batch.token_ids_T, batch.query_start_S1, batch.context_tokens_S, batch.block_table_SM, rows, kv)
