@@ -329,7 +329,7 @@ DIPTYCH_INLINE void join(float* state_max, float* state_sum, const float* most, 
 
 // A head's sink is a key of score `sinks[head]` and no value: it joins the finished state as one more term of the denominator.
 DIPTYCH_INLINE float share_of(const AttentionCall& call, int64_t head, float most, float sum) {
-  if (call.shape.sinks == nullptr) return sum > 0.0f ? 1.0f / sum : 0.0f;
+  if (call.shape.sinks == nullptr) return sum == 0.0f ? 0.0f : 1.0f / sum;
   const F32 sink = set1(call.shape.sinks[head] * kLog2e), joined = max(set1(most), sink);
   const F32 kept = exp2_lanes(sub(set1(most), joined));
   alignas(64) float shares[16];

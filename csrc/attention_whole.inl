@@ -53,12 +53,15 @@ DIPTYCH_INLINE float whole_query(const uint16_t* x, int64_t d, bool in_bytes, in
   return largest > 1e-30f ? largest / levels : 1.0f;
 }
 
-// The largest of the scales [lo, hi) of a tile.
+// The largest of the scales [lo, hi) of a tile; NaN where one is.
 DIPTYCH_INLINE float most_scale(const float* scales, int64_t lo, int64_t hi) {
-  F32 most = zero();
+  F32 most = zero(), none = zero();
   for (int64_t at = 0; at < kTileTokens; at += 16)
-    if (at < hi && at + 16 > lo) most = max(most, keep(load(scales + at), zero(), lo > at ? lo - at : 0, hi - at < 16 ? hi - at : 16));
-  return horizontal_max(most);
+    if (at < hi && at + 16 > lo) {
+      const F32 own = keep(load(scales + at), zero(), lo > at ? lo - at : 0, hi - at < 16 ? hi - at : 16);
+      most = max(most, own), none = fma(own, zero(), none);
+    }
+  return horizontal_max(most) + horizontal_sum(none);
 }
 
 // What a weight is multiplied by before it is rounded, where what stands before it is at most `most_scale`.

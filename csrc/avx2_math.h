@@ -11,7 +11,7 @@ namespace DIPTYCH_ISA {
 // The nearest whole number stands in the low bits of what a large number is added to, as the exponent of its power: 0 at -127 and below.
 static inline __attribute__((always_inline)) __m256 weight_exp2(__m256 x) {
   const __m256 large = _mm256_set1_ps(12582912.0f + 127.0f);
-  x = _mm256_max_ps(x, _mm256_set1_ps(-127.0f));
+  x = _mm256_max_ps(_mm256_set1_ps(-127.0f), x);  // NaN stays NaN
   const __m256 shifted = _mm256_add_ps(x, large), r = _mm256_sub_ps(x, _mm256_sub_ps(shifted, large));
   __m256 p = _mm256_fmadd_ps(r, _mm256_set1_ps(0.055008865892887115f), _mm256_set1_ps(0.2422109693288803f));
   p = _mm256_fmadd_ps(r, p, _mm256_set1_ps(0.693282961845398f));

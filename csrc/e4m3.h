@@ -11,9 +11,9 @@
 
 namespace diptych {
 
-// What a row with that largest magnitude is divided by, so that the largest becomes 448; 0 where all are zero.
+// What a row with that largest magnitude is divided by, so that the largest becomes 448; 0 where all are zero, NaN where one is.
 DIPTYCH_E4M3 float e4m3_scale(float most) {
-  if (!(most > 0.0f)) return 0.0f;
+  if (most <= 0.0f) return 0.0f;
   const float scale = most / 448.0f;
   return scale < 0x1p-126f ? 0x1p-126f : scale > 0x1p126f ? 0x1p126f : scale;  // neither subnormal nor infinite
 }

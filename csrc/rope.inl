@@ -44,13 +44,15 @@ DIPTYCH_INLINE void round_to_bf16(const float* x, int64_t n, uint16_t* out) {
   if (i < n) store_bf16_n(out + i, load_n(x + i, n - i), n - i);
 }
 
+// Of magnitudes; NaN where one is no finite number, so that what is attended to is none, either.
 DIPTYCH_INLINE float largest(const float* x, int64_t n) {
-  F32 most = zero();
+  F32 most = zero(), none = zero();
   for (int64_t i = 0; i < n; i += 16) {
     F32 v = load_n(x + i, n - i < 16 ? n - i : 16);
     most = max(most, max(v, sub(zero(), v)));
+    none = fma(v, zero(), none);
   }
-  return horizontal_max(most);
+  return horizontal_max(most) + horizontal_sum(none);
 }
 
 // x [n] as bytes: E4M3 (e4m3.h), or symmetric int8 with scale max|x| / 127; returns the scale.

@@ -85,9 +85,9 @@ DIPTYCH_INLINE F32 exp2_fraction(F32 r) {
   return fma(r, p, set1(1.0f));
 }
 
-// 2^x, relative error below 2e-7, exactly 1 at 0, exactly 0 at and below -160; x <= 127.
+// 2^x, relative error below 2e-7, exactly 1 at 0, exactly 0 at and below -160; x <= 127; NaN stays NaN.
 DIPTYCH_INLINE F32 exp2_lanes(F32 x) {
-  x = max(x, set1(-160.0f));
+  x = max(set1(-160.0f), x);
   const F32 n = round_even(x);
   return scale2(exp2_fraction(sub(x, n)), n);
 }

@@ -75,24 +75,42 @@ def test_what_is_rounded_is_what_is_said(isa: str, shape: EdgeShape) -> None:
     assert left < by_rounding / 5
 
 
-@pytest.mark.parametrize("kv_format", KV_FORMATS)
-def test_a_query_of_zeros_meets_alike_what_it_sees(isa: str, kv_format: str) -> None:
-    """A pruned head's. Its scores are zeros, and of what lies behind it none counts."""
-    shape = EdgeShape(name="", sequences=((300, 20),), n_heads=3, n_kv_heads=1, head_dim=64)
+def attention_of(isa: str, shape: EdgeShape, kv_format: str, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a set makes of rows of q, k and v over a cache of noise, and that cache's values in their order."""
     batch, n_blocks = make_batch(shape)
     kv, _, values = native_cache(shape, n_blocks, kv_format)
-    qkv = rows_in(shape, batch, spread=False)
-    qkv[:, : shape.head_dim] = 0.0
     bench = Bench(isa, qkv, threads=2)
     native = cpu._cpu.AttentionShape(scale=0.125, in_bytes=kv_format == KV_IN_BYTES, **sizes_of(shape))
-    q, out = bench.program.add_bf16(3 * 64), bench.program.add_f32(3 * 64)
+    width = shape.n_heads * shape.head_dim
+    q, out = bench.program.add_bf16(width), bench.program.add_f32(width)
     bench.program.rotate(
         qkv=bench.x, q=q, layer=0, shape=native, rope=None, q_norm=None, k_norm=None,
         has_full_width_norm=False, norm_eps=1e-6,
     )  # fmt: skip
     bench.program.attention(q=q, out=out, layer=0, shape=native)
-    got = bench.run(out, 3 * 64, batch, kv)[:, : shape.head_dim]
-    before = torch.cat([values[block] for block in batch.block_table_SM[0]])[:300, 0]
-    seen = torch.cat([before, qkv[:, -shape.head_dim :]])
+    return bench.run(out, width, batch, kv), torch.cat([values[block] for block in batch.block_table_SM[0]])[:, 0]
+
+
+ROWS = EdgeShape(name="", sequences=((300, 20),), n_heads=3, n_kv_heads=1, head_dim=64)
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_a_query_of_zeros_meets_alike_what_it_sees(isa: str, kv_format: str) -> None:
+    """A pruned head's. Its scores are zeros, and of what lies behind it none counts."""
+    qkv = rows_in(ROWS, make_batch(ROWS)[0], spread=False)
+    qkv[:, :64] = 0.0
+    got, before = attention_of(isa, ROWS, kv_format, qkv)
+    seen = torch.cat([before[:300], qkv[:, -64:]])
     expected = torch.stack([seen[: 301 + row].mean(0) for row in range(20)])
-    assert (got - expected).abs().max() < 0.02 * expected.abs().max()
+    assert (got[:, :64] - expected).abs().max() < 0.02 * expected.abs().max()
+
+
+@pytest.mark.parametrize("column", [-128, -64], ids=["key", "value"])
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_who_sees_what_is_no_number_has_none(isa: str, kv_format: str, column: int) -> None:
+    """Whatever the cache rounds it to: a plausible answer behind a broken token would be rubbish."""
+    qkv = rows_in(ROWS, make_batch(ROWS)[0], spread=False)
+    qkv[4, column] = torch.nan
+    got, _ = attention_of(isa, ROWS, kv_format, qkv)
+    seen = got[4:].unflatten(1, (3, 64))
+    assert seen.isnan().all() if column == -128 or kv_format != "bf16" else seen[..., 0].isnan().all()
