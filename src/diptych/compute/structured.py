@@ -165,14 +165,15 @@ class GrammarCompiler:
             if known is not None and not known.is_spoiled:
                 self._keep(spec, known)
                 return known
+        taken = spec
         try:
             matcher = self._compiled(spec)
         except GrammarError:
             if spec.looser is None:
                 raise
-            matcher = self._compiled(replace(spec, source=spec.looser))
-        ends = _ends(self._vocabulary, self._vocab_size)
-        again = partial(_compile, tokenizer, grammar)
+            taken = replace(spec, source=spec.looser)
+            matcher = self._compiled(taken)
+        ends, again = _ends(self._vocabulary, self._vocab_size), partial(self._compiled, taken)
         compiled = CompiledGrammar(matcher, self._vocab_size, ends, self._mask_pool.submit, again)
         with self._lock:
             self._in_use[spec] = compiled
