@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server_process import ServerProcess
+from server_process import ServerProcess, events_of
 
 PROMPT = "It was a dark and stormy night, and the old lighthouse keeper climbed the stairs once more to light the lamp."
 
@@ -32,3 +32,17 @@ def test_prompt_logprobs_are_those_of_a_prompt_read_at_once(http: httpx.Client) 
         assert cut["tokens"] == whole["tokens"]
         assert cut["text_offset"] == whole["text_offset"]
         assert cut["token_logprobs"][1:] == pytest.approx(whole["token_logprobs"][1:], abs=1e-4)
+
+
+def test_offsets_are_places_in_the_text(http: httpx.Client) -> None:
+    """In a stream they stood still while a stop string might have begun, and a character of three tokens counted thrice."""
+    body = {"prompt": "漢字 é ❤: once upon", "max_tokens": 40, "temperature": 0, "ignore_eos": True, "logprobs": 0,
+            "echo": True, "stop": [" the moon", "a ship", "e big"]}  # fmt: skip
+    whole = http.post("/v1/completions", json=body).json()["choices"][0]
+    text, tokens, offsets = (whole["text"], whole["logprobs"]["tokens"], whole["logprobs"]["text_offset"])
+    assert "\ufffd" in tokens
+    for token, at in zip(tokens, offsets, strict=True):
+        assert token == "\ufffd" or text[at : at + len(token)] == token
+    parts = [one["choices"][0] for one in events_of(http.post("/v1/completions", json=body | {"stream": True}).content)]
+    assert any(part["logprobs"]["tokens"] and not part["text"] for part in parts), "some text was held back"
+    assert [at for part in parts for at in part["logprobs"]["text_offset"]] == offsets

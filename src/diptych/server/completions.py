@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 from diptych.ground.clock import wall_time_s
@@ -26,7 +25,7 @@ from diptych.server.generation import (
     close_all,
     sampling_params,
 )
-from diptych.server.logprobs import finite
+from diptych.server.logprobs import TextOffsets, finite
 from diptych.server.progress import WatchedSteps, open_watched
 from diptych.server.schema import MAX_PROMPTS, CompletionBody
 from diptych.server.sse import DONE, error_event, event
@@ -40,13 +39,14 @@ class _Choice:
     """What has been made of one choice so far."""
 
     prompt: int
+    offsets: TextOffsets
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     token_logprobs: list[float | None] = field(default_factory=list)
     top_logprobs: Fragments = field(default_factory=Fragments)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    shown_chars: int = 0
+    is_begun: bool = False  # in a stream
 
 
 class CompletionAnswer:
@@ -170,7 +170,8 @@ class CompletionAnswer:
         return self._body.n or 1
 
     def _new_choices(self) -> list[_Choice]:
-        return [_Choice(prompt) for prompt in range(len(self.opened)) for _ in range(self._n)]
+        tokenizer, n_choices = self._generation.reader.tokenizer, len(self.opened) * self._n
+        return [_Choice(number // self._n, TextOffsets(tokenizer)) for number in range(n_choices)]
 
     def _add(self, choice: _Choice, step: StepDelta) -> None:
         choice.text.append(step.text)
@@ -196,13 +197,13 @@ class CompletionAnswer:
             ids = prompt_ids + ids
         shown = self._shape(number, text, choice)
         if self._body.logprobs is not None:
-            shown["logprobs"] = self._logprobs(ids, token_logprobs, top_logprobs, offset=0)
+            shown["logprobs"] = self._logprobs(choice, ids, token_logprobs, top_logprobs)
         if self._body.return_token_ids:
             shown["prompt_token_ids"], shown["token_ids"] = prompt_ids, choice.token_ids
         return shown
 
     def _part(self, number: int, choice: _Choice, step: StepDelta) -> dict[str, Any]:
-        is_first = not choice.token_ids and choice.finish_reason is None and choice.shown_chars == 0
+        is_first, choice.is_begun = not choice.is_begun, True
         text, ids = step.text, step.token_ids
         entries: list[TokenLogprobs | None] = list(step.logprobs)
         handle = self.opened[choice.prompt].handle
@@ -215,12 +216,11 @@ class CompletionAnswer:
         choice.token_ids += step.token_ids
         shown = self._shape(number, text, choice)
         if self._body.logprobs is not None:
-            shown["logprobs"] = self._logprobs(ids, *self._weighed(entries), offset=choice.shown_chars)
+            shown["logprobs"] = self._logprobs(choice, ids, *self._weighed(entries))
         if self._body.return_token_ids:
             shown["token_ids"] = step.token_ids
             if is_first:
                 shown["prompt_token_ids"] = list(handle.request.prompt_token_ids)
-        choice.shown_chars += len(text)
         return shown
 
     def _shape(self, number: int, text: str, choice: _Choice) -> dict[str, Any]:
@@ -249,20 +249,17 @@ class CompletionAnswer:
 
     def _logprobs(
         self,
+        choice: _Choice,
         ids: Sequence[int],
         token_logprobs: Sequence[float | None],
         top_logprobs: Sequence[dict[str, float] | None] | Fragments,
-        *,
-        offset: int,
     ) -> dict[str, Any]:
         """OpenAI's four parallel lists. A token's text may be half a character; it shows as U+FFFD then."""
-        tokens = [self._name(token_id) for token_id in ids]
-        offsets = list(accumulate((len(token) for token in tokens), initial=offset))
         return {
-            "tokens": tokens,
+            "tokens": [self._name(token_id) for token_id in ids],
             "token_logprobs": token_logprobs,
             "top_logprobs": top_logprobs,
-            "text_offset": offsets[:-1],
+            "text_offset": choice.offsets.push(ids),
         }
 
     def _name(self, token_id: int) -> str:
