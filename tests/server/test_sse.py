@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator
 
 import pytest
+import uvicorn
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from diptych.server import sse
+from diptych.server import door, sse
+from diptych.server.answers import JsonAnswer
 from diptych.server.errors import ApiError
 
 
@@ -14,14 +19,12 @@ async def three() -> AsyncGenerator[bytes, None]:
         yield sse.event({"n": number})
 
 
-def run(stream: sse.EventStream, *, sends_block: bool = False, leaves: bool = False) -> list[dict[str, object]]:
+def run(stream: sse.EventStream, *, leaves: bool = False) -> list[dict[str, object]]:
     """Drive a response as an ASGI server would; returns what was sent."""
     sent: list[dict[str, object]] = []
 
     async def send(message: dict[str, object]) -> None:
         sent.append(message)
-        if sends_block and len(sent) > 1:
-            await asyncio.Event().wait()
 
     async def receive() -> dict[str, object]:
         if not leaves:
@@ -60,13 +63,43 @@ def test_a_client_that_leaves_closes_the_request() -> None:
     assert 1 in closed
 
 
-def test_a_reader_that_takes_nothing_is_cut_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stuck client must not hold its request for ever, nor be told that the answer is complete."""
-    monkeypatch.setattr(sse, "SEND_TIMEOUT_S", 0.05)
+async def endless_events() -> AsyncGenerator[bytes, None]:
+    while True:
+        yield sse.event({"text": "x" * 65536})
+
+
+@pytest.mark.parametrize("kind", ["stream", "json", "text"])
+def test_a_reader_that_takes_nothing_is_cut_off_whatever_the_answer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams were given up, while what was left of them, and every other answer, waited in memory for ever."""
+    monkeypatch.setattr(door, "SEND_TIMEOUT_S", 0.2)
+    large = b"x" * 32_000_000
+    makes = {
+        "stream": lambda: sse.EventStream(endless_events(), on_close=lambda: closed.append(1)),
+        "json": lambda: JsonAnswer(large),
+        "text": lambda: Response(large),
+    }
+    asked: list[int] = []
     closed: list[int] = []
-    sent = run(sse.EventStream(three(), on_close=lambda: closed.append(1)), sends_block=True)
-    assert closed == [1]
-    assert all(message.get("more_body", True) for message in sent)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        asked.append(1)
+        await makes[kind]()(scope, receive, send)
+
+    async def run() -> None:
+        config = uvicorn.Config(app, http=door.BoundedHeaders, lifespan="off", log_level="error", loop="none")
+        server = uvicorn.Server(config)
+        with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
+            serving = asyncio.ensure_future(server._serve([listener]))
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(listener.getsockname())
+            client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            while not asked or server.server_state.connections or server.server_state.tasks:
+                await asyncio.sleep(0.01)
+            server.should_exit = True
+            await serving
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert closed == ([1] if kind == "stream" else [])
 
 
 def test_events_are_one_line_of_utf8_and_errors_have_their_name() -> None:

@@ -28,6 +28,8 @@ from diptych.server.schema import Body
 MAX_HEADER_BYTES = 64 * 1024
 HEADER_TIMEOUT_S = 30.0
 BODY_TIMEOUT_S = 60.0
+# a reader that takes nothing for this long is gone
+SEND_TIMEOUT_S = 60.0
 # a token of English has 4 to 5 bytes, of spaces up to 64; JSON may write 6 for each character (\u00e9)
 BODY_BYTES_PER_TOKEN = 32
 # tools, schemas, metadata, and several prompts in one body
@@ -51,7 +53,7 @@ Answer = TypeVar("Answer")
 
 
 class BoundedHeaders(HttpToolsProtocol):
-    """uvicorn's protocol with a limit on header bytes and on the time a client may take to send them.
+    """uvicorn's protocol with a limit on header bytes, on the time a client may take to send them, and to read what it is sent.
 
     What is no HTTP is refused in the API's shape too.
     """
@@ -59,6 +61,7 @@ class BoundedHeaders(HttpToolsProtocol):
     _header_bytes = 0
     _in_headers = True
     _deadline: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the clock for the first request's headers."""
@@ -66,9 +69,25 @@ class BoundedHeaders(HttpToolsProtocol):
         self._start_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
+        """Stop the clocks."""
         super().connection_lost(exc)
         self._stop_clock()
+        self._stop_waiting()
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as it is sent to: it has so long to take what waits, of whichever answer."""
+        super().pause_writing()
+        self._wait_for_reader()
+
+    def resume_writing(self) -> None:
+        """It reads."""
+        super().resume_writing()
+        self._stop_waiting()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Nothing was asked for long after an answer: close, which waits until all of it is read."""
+        super().timeout_keep_alive_handler()
+        self._wait_for_reader()
 
     def on_message_begin(self) -> None:
         """A request starts, the first of its connection or a later one: its headers count from zero."""
@@ -101,6 +120,16 @@ class BoundedHeaders(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def _wait_for_reader(self) -> None:
+        """Cut the connection if nothing is read: an answer that is not over then has no end that could be taken for its own."""
+        self._stop_waiting()
+        self._unread = asyncio.get_running_loop().call_later(SEND_TIMEOUT_S, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _too_slow(self) -> None:
         if not self.transport.is_closing():
