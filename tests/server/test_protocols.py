@@ -362,6 +362,39 @@ def test_a_fault_of_the_server_ends_a_stream_with_an_error_too(monkeypatch: pyte
     assert told["/v1/messages"]["error"]["type"] == "api_error"
 
 
+def test_a_response_can_be_asked_for_while_a_call_follows_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With log-probabilities of the text it was a 500."""
+    merge = OpenedRequest._merge
+    words = iter(["Let me ", "see.", '<tool_call>\n{"name": "get_time", "arguments": {"city": "'])
+
+    def speak(self: OpenedRequest, group: list[OutputDelta]) -> list[StepDelta]:
+        steps = merge(self, group)
+        for step in steps:
+            step.text = next(words, "Rome ")
+        return steps
+
+    monkeypatch.setattr(OpenedRequest, "_merge", speak)
+
+    async def ask() -> dict[str, Any]:
+        async with AsyncLLM("bundled", threads=1, kv_memory_bytes=33554432) as engine:
+            app = create_app(ServerState(engine, ServerConfig(), ceilings=None))
+            http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+            async with app.router.lifespan_context(app), http:
+                body = {"input": "What time is it in Rome?", "tools": [{"type": "function", **TOOL}], "top_logprobs": 1}
+                body |= {"background": True, "ignore_eos": True, "max_output_tokens": 2000}
+                told = (await http.post("/v1/responses", json=body)).json()
+                while not told["output"]:
+                    await asyncio.sleep(0.01)
+                    told = (await http.get(f"/v1/responses/{told['id']}")).raise_for_status().json()
+                await http.post(f"/v1/responses/{told['id']}/cancel")
+                return told
+
+    told = asyncio.run(ask())
+    assert (told["status"], [item["type"] for item in told["output"]]) == ("in_progress", ["message"])
+    [part] = told["output"][0]["content"]
+    assert (part["text"], len(part["logprobs"])) == ("Let me see.", 2)
+
+
 def test_a_drain_lets_every_protocol_finish(guarded: ServerProcess) -> None:
     """The last test of the server: streams and a response in the background end as they would have."""
     headers = {"x-api-key": "a-key"}

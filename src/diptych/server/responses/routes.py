@@ -48,7 +48,7 @@ def _add_creation(app: FastAPI, state: ServerState, shared: Responses) -> None:
                 return await respond(request, job, body, state.workers)
             await job.start()
         state.desk.spawn(job.run())
-        return JsonAnswer(to_json(job.snapshot()), headers=ignored_header(body.ignored_fields))
+        return JsonAnswer(json_bytes(job.snapshot()), headers=ignored_header(body.ignored_fields))
 
     @app.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponsesCountBody), **refusals)
     async def response_input_tokens(request: Request) -> Response:
@@ -84,7 +84,7 @@ def _add_stored(app: FastAPI, shared: Responses) -> None:
     async def stored(response_id: str) -> Response:
         job = shared.open.get(response_id)
         if job is not None:
-            return JsonAnswer(to_json(job.snapshot()))
+            return JsonAnswer(json_bytes(job.snapshot()))
         body = await shared.store.get(response_id)
         if body is None:
             raise unknown(response_id)
