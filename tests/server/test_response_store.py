@@ -76,14 +76,14 @@ def test_a_chain_is_read_in_order() -> None:
         ]
         assert ids(await store.conversation("d", max_bytes=MAX_BYTES))[-2:] == ["d-in", "d-out"]
         assert ids(await store.given("b") or []) == ["b-in"]
-        assert (await store.items(["b-out", "nobody's"])).keys() == {"b-out"}
+        assert (await store.items(["b-out", "nobody's"], max_bytes=MAX_BYTES)).keys() == {"b-out"}
         with pytest.raises(ApiError, match="at most that many"):
             await store.conversation("c", max_bytes=100)
         assert await store.delete("a")
         assert not await store.delete("a")
         with pytest.raises(ApiError, match="'a', which 'c' goes on from"):
             await store.conversation("c", max_bytes=MAX_BYTES)
-        assert await store.items(["a-in"]) == {}, "items go with their response"
+        assert await store.items(["a-in"], max_bytes=MAX_BYTES) == {}, "items go with their response"
 
     with_store(run)
 
@@ -138,7 +138,7 @@ def test_what_is_there_can_be_read_on_a_full_disk(tmp_path: Path, clock: list[fl
             assert await store.get("a") == b"{}"
             assert ids(await store.conversation("b", max_bytes=MAX_BYTES))[-1] == "b-out"
             assert ids(await store.given("b") or []) == ["b-in"]
-            assert (await store.items(["a-out"])).keys() == {"a-out"}
+            assert (await store.items(["a-out"], max_bytes=MAX_BYTES)).keys() == {"a-out"}
             with pytest.raises(sqlite3.OperationalError):
                 await store.put(response("c"))
             with pytest.raises(ApiError, match="b cannot be deleted"):

@@ -46,7 +46,7 @@ class Responses:
     """What the routes of Responses share: those that are kept, and those still being written."""
 
     store: ResponseStore
-    max_bytes: int  # of a conversation that is read from the store
+    max_bytes: int  # of a conversation that is read from the store, and of items that are
     open: dict[str, ResponsesAnswer] = field(default_factory=dict)
 
     async def items_before(self, previous_id: str | None, given: list[Item]) -> tuple[list[Item], list[Item]]:
@@ -62,7 +62,7 @@ class Responses:
                 )
             before = await self.store.conversation(previous_id, max_bytes=self.max_bytes)
         wanted = [item["id"] for item in given if item["type"] == "item_reference"]
-        known = await self.store.items(wanted)
+        known = await self.store.items(wanted, max_bytes=self.max_bytes)
         unknown = next((item_id for item_id in wanted if item_id not in known), None)
         if unknown is not None:
             raise ApiError(

@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
@@ -92,9 +93,9 @@ class ResponseStore:
         """The items of a response and of all before it, in order. Raises ApiError 400 when one is gone, or for too many."""
         return await self._run(self._conversation, response_id, max_bytes)
 
-    async def items(self, item_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Items by their ids, as far as they are known."""
-        return await self._run(self._items, item_ids) if item_ids else {}
+    async def items(self, item_ids: Sequence[str], *, max_bytes: int) -> dict[str, dict[str, Any]]:
+        """Items by their ids, as far as they are known. ApiError 400 where these, as often as they are named, are more."""
+        return await self._run(self._items, item_ids, max_bytes) if item_ids else {}
 
     async def _run(self, function: Callable[..., Answer], *arguments: Any) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
@@ -164,12 +165,20 @@ class ResponseStore:
             found += [json.loads(item[0]) for item in items]
         return found
 
-    def _items(self, item_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+    def _items(self, item_ids: Sequence[str], max_bytes: int) -> dict[str, dict[str, Any]]:
         self._expire()
-        found = {}
-        for item_id in item_ids:
+        found, size = {}, 0
+        for item_id, times in Counter(item_ids).items():
             wanted = "SELECT response_id, body FROM items WHERE id = ? LIMIT 1"
             for response_id, body in self._database.execute(wanted, (item_id,)):
+                size += times * len(body)
+                if size > max_bytes:
+                    raise ApiError(
+                        400,
+                        f"input refers to items of more than {max_bytes} bytes; at most that many are read",
+                        param="input",
+                        code="conversation_too_long",
+                    )
                 found[item_id] = json.loads(body)
                 self._touch([response_id])
         return found
