@@ -247,15 +247,26 @@ def test_truncation_drops_the_oldest_items_and_says_so() -> None:
         dropped = answer["dropped_items"]
         assert 0 < dropped < len(talk)
         assert answer["usage"]["input_tokens"] <= 256 - 40
-        kept = [rule, *body["input"][dropped:]]
+        kept = [rule, *talk[dropped:], body["input"][-1]]
         assert (
             http.post("/v1/responses", json={**body, "input": kept}).json()["usage"]["input_tokens"]
             == answer["usage"]["input_tokens"]
         )
-        one_more = [rule, *body["input"][dropped - 1 :]]
+        one_more = [rule, *talk[dropped - 1 :], body["input"][-1]]
         more = http.post("/v1/responses/input_tokens", json={"input": one_more}).json()["input_tokens"]
         assert more > 256 - 40, "no more was dropped than had to be"
         assert "dropped_items" not in http.post("/v1/responses", json={"input": ASK, "truncation": "auto"}).json()
+
+
+def test_items_that_are_referred_to_count_as_often_as_they_are(http: httpx.Client) -> None:
+    """A template shows no thoughts of before, so no prompt was too long, and the copies to be kept filled the memory."""
+    thought = {"type": "reasoning", "id": "rs_long", "content": [{"type": "reasoning_text", "text": "so " * 300_000}]}
+    ask = {"role": "user", "content": ASK}
+    answer = http.post("/v1/responses", json={"input": [thought, ask], "max_output_tokens": 1})
+    assert answer.status_code == 200, answer.text
+    for path in ("/v1/responses", "/v1/responses/input_tokens"):
+        refused = http.post(path, json={"input": [{"id": "rs_long"}] * 100 + [ask]})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "conversation_too_long"), refused.text
 
 
 def test_no_result_stays_without_its_call() -> None:

@@ -27,6 +27,7 @@ from diptych.server.responses.items import (
     settings,
     structured,
     tool_use,
+    without_first,
 )
 from diptych.server.responses.output import OutputItems
 from diptych.server.responses.store import ResponseStore, StoredResponse
@@ -114,13 +115,14 @@ class ResponsesAnswer(TurnShape):
         async def render(limit_tokens: int) -> RenderedPrompt:
             if body.truncation != "auto":
                 return await reader.render(lambda: conversation(body, items, variables), limit_tokens=limit_tokens)
-            rendered, self._n_dropped = await render_fitting(
+            rendered, n_dropped = await render_fitting(
                 reader,
                 lambda n_dropped: conversation(body, items, variables, n_dropped=n_dropped),
                 n_items=len(items),
                 limit_tokens=limit_tokens,
                 room_tokens=body.max_output_tokens or min(ROOM_TOKENS, limit_tokens // 4),
             )
+            self._n_dropped = len(items) - len(without_first(items, n_dropped))
             return rendered
 
         def sampling(max_tokens: int, constraint: StructuredSpec | None) -> SamplingParams:

@@ -160,7 +160,7 @@ def without_first(items: Sequence[Item], n_dropped: int) -> list[Item]:
 async def render_fitting(
     reader: Reader, make: Callable[[int], Conversation], *, n_items: int, limit_tokens: int, room_tokens: int
 ) -> tuple[RenderedPrompt, int]:
-    """The prompt without as few of the first items as leave `room_tokens` behind it, and how many these are.
+    """The prompt without as few of the first items as leave `room_tokens` behind it, and among how many of the first these are.
 
     The last item stays; where even that is too long, the prompt is as long as it is, and the engine refuses it.
     """
