@@ -395,6 +395,46 @@ def test_a_response_can_be_asked_for_while_a_call_follows_its_text(monkeypatch: 
     assert (part["text"], len(part["logprobs"])) == ("Let me see.", 2)
 
 
+def test_a_response_has_its_id_alone_until_its_reader_has_it() -> None:
+    """Of two, the first to end took the other out of those that can be read and cancelled."""
+    body = {"input": "Hi", "stream": True, "request_id": "slow", "max_output_tokens": 5, "store": False}
+    sent = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        return sent.pop() if sent else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def ask(engine: AsyncLLM) -> tuple[httpx.Response, httpx.Response]:
+        app = create_app(ServerState(engine, ServerConfig(), ceilings=None))
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+        async with app.router.lifespan_context(app), http:
+            scope = {"type": "http", "method": "POST", "path": "/v1/responses", "raw_path": b"/v1/responses"}
+            scope |= {"query_string": b"", "http_version": "1.1", "root_path": ""}
+            scope |= {"headers": [(b"host", b"localhost"), (b"content-type", b"application/json")]}
+            reader = asyncio.ensure_future(app(scope, receive, send))
+            while not (await http.get("/v1/requests/slow/timeline")).json().get("is_finished"):
+                await asyncio.sleep(0.01)
+            other = {**body, "stream": False}
+            by_field = await http.post("/v1/responses", json=other)
+            other.pop("request_id")
+            by_header = await http.post("/v1/responses", json=other, headers={"x-request-id": "slow"})
+            reader.cancel()
+            await asyncio.wait({reader})
+        return by_field, by_header
+
+    async def run() -> tuple[httpx.Response, httpx.Response]:
+        async with AsyncLLM("bundled", threads=1, kv_memory_bytes=33554432) as engine:
+            return await ask(engine)
+
+    by_field, by_header = asyncio.run(run())
+    assert (by_field.status_code, by_field.json()["error"]["param"]) == (400, "request_id"), by_field.text
+    assert by_header.status_code == 200, by_header.text
+    assert by_header.json()["id"] != "resp_slow"
+
+
 def test_a_drain_lets_every_protocol_finish(guarded: ServerProcess) -> None:
     """The last test of the server: streams and a response in the background end as they would have."""
     headers = {"x-api-key": "a-key"}

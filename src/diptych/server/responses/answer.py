@@ -50,6 +50,10 @@ class Responses:
     max_bytes: int  # of a conversation that is read from the store, and of items that are
     open: dict[str, ResponsesAnswer] = field(default_factory=dict)
 
+    async def has(self, response_id: str) -> bool:
+        """Whether a response of that id is kept or being written, also where only its reader is behind."""
+        return response_id in self.open or await self.store.get(response_id) is not None
+
     async def items_before(self, previous_id: str | None, given: list[Item]) -> tuple[list[Item], list[Item]]:
         """(the conversation that `given` goes on from, `given` with its references resolved). Raises ApiError 400."""
         before: list[Item] = []
@@ -101,8 +105,9 @@ class ResponsesAnswer(TurnShape):
     async def start(self) -> None:
         """Render, admit and submit. Raises ApiError or EngineError; then nothing is left open."""
         body = self._body
-        if body.request_id is not None and await self._shared.store.get(self.id) is not None:
-            raise ApiError(400, f"request_id is {body.request_id!r}; a stored response has it", param="request_id")
+        if body.request_id is not None and await self._shared.has(self.id):
+            told = f"request_id is {body.request_id!r}; a response that is stored or being written has it"
+            raise ApiError(400, told, param="request_id")
         before, self._given = await self._shared.items_before(body.previous_response_id, given_items(body))
         await self._begin(self._request(before + self._given))
         self._shared.open[self.id] = self

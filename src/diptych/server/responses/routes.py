@@ -41,7 +41,7 @@ def _add_creation(app: FastAPI, state: ServerState, shared: Responses) -> None:
         body = await state.bodies.read(request, ResponsesBody)
         body.follow(trace_parent(request))
         with named(request, body, state.timelines) as name:
-            if name is not None and await shared.store.get(f"resp_{name}") is not None:
+            if name is not None and await shared.has(f"resp_{name}"):
                 body.request_id = None
             job = ResponsesAnswer(state.generation, shared, body, arrival_s=arrival_s)
             if not body.background:
