@@ -1,5 +1,8 @@
 """Every field that clients send is honoured, refused by name, or harmless; none is dropped without a word."""
 
+import importlib
+import json
+import math
 import re
 import typing
 from pathlib import Path
@@ -9,6 +12,7 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from diptych.server import schema
 from diptych.server.door import parse
 from diptych.server.embeddings import body as embeddings_body
 from diptych.server.embeddings.body import EmbeddingBody, RerankBody, ScoreBody
@@ -16,6 +20,7 @@ from diptych.server.errors import ApiError
 from diptych.server.fields import NO_EFFECT, OF_CHATS, OF_PROMPTS, REFUSED, Refusal, ignored_header
 from diptych.server.messages import body as messages_body
 from diptych.server.messages.body import MessagesBody
+from diptych.server.reader import message_dicts
 from diptych.server.responses import body as responses_body
 from diptych.server.responses.body import ResponsesBody
 from diptych.server.schema import ChatBody, CompletionBody
@@ -42,14 +47,14 @@ ASKING = {
 }  # fmt: skip
 
 
-def openai_fields(module: typing.Any, name: str) -> set[str]:
+def fields_of(module: typing.Any, name: str) -> set[str]:
     return set(typing.get_type_hints(getattr(module, name)))
 
 
 def test_every_field_of_openai_and_vllm_is_known() -> None:
     """`guided_json`, `functions`, `store` and others used to be taken as unknown, and the answer was another than asked for."""
-    openai = openai_fields(chat_create_params, "CompletionCreateParamsBase")
-    openai |= openai_fields(completion_create_params, "CompletionCreateParamsBase") | {"stream"}
+    openai = fields_of(chat_create_params, "CompletionCreateParamsBase")
+    openai |= fields_of(completion_create_params, "CompletionCreateParamsBase") | {"stream"}
     honoured = set(ChatBody.model_fields) | set(CompletionBody.model_fields)
     assert sorted((openai | VLLM) - honoured - REFUSED.keys() - NO_EFFECT.keys()) == []
     # user and metadata are validated, and then have no effect
@@ -96,6 +101,95 @@ def test_the_page_shows_every_field_of_a_protocol_in_its_table(
     assert sorted(set(body_type.model_fields) - honoured - refused - harmless) == []
     assert sorted(refused_here.keys() - REFUSED.keys() - refused) == []
     assert sorted(harmless_here.keys() - NO_EFFECT.keys() - harmless) == []
+
+
+# what clients' types have within bodies, and what reads it here; hints where a prefix ends have no effect
+CHATS, RESPONSES, MESSAGES = "openai.types.chat", "openai.types.responses", "anthropic.types"
+WITHIN = [
+    (CHATS, "ChatCompletionAssistantMessageParam", schema.Message),
+    (CHATS, "ChatCompletionUserMessageParam", schema.Message),
+    (CHATS, "ChatCompletionFunctionToolParam", schema.Tool),
+    ("openai.types.shared_params", "FunctionDefinition", schema.FunctionSpec),
+    (RESPONSES, "FunctionToolParam", responses_body.FunctionTool),
+    (RESPONSES, "ResponseFunctionToolCallParam", responses_body.FunctionCallItem),
+    (f"{RESPONSES}.response_input_item_param", "FunctionCallOutput", responses_body.FunctionCallOutputItem),
+    (RESPONSES, "ResponseReasoningItemParam", responses_body.ReasoningItem),
+    (RESPONSES, "ResponseOutputMessageParam", responses_body.MessageItem),
+    (RESPONSES, "ResponseTextConfigParam", responses_body.TextParam),
+    ("openai.types.shared_params", "Reasoning", responses_body.ReasoningParam),
+    (MESSAGES, "ToolUseBlockParam", messages_body.ToolUseBlock),
+    (MESSAGES, "ToolResultBlockParam", messages_body.ToolResultBlock),
+    (MESSAGES, "TextBlockParam", messages_body.TextBlock),
+    (MESSAGES, "ThinkingBlockParam", messages_body.ThinkingBlock),
+    (MESSAGES, "ToolParam", messages_body.ToolParam),
+    (MESSAGES, "OutputConfigParam", messages_body.OutputConfig),
+    (MESSAGES, "ThinkingConfigEnabledParam", messages_body.ThinkingParam),
+    (MESSAGES, "ToolChoiceToolParam", messages_body.ToolChoice),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "ours"), WITHIN)
+def test_every_field_within_a_body_is_known(module: str, name: str, ours: type[schema.Body]) -> None:
+    """`refusal` of a message, `defer_loading` of a tool and others were dropped without a word."""
+    known = {field.alias or name for name, field in ours.model_fields.items()}
+    assert sorted(fields_of(importlib.import_module(module), name) - known) == []
+
+
+ASK, CALL = {"role": "user", "content": "Hi"}, {"call_id": "1", "type": "function_call", "name": "f", "arguments": "{}"}
+USE = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+FUNCTION = {"type": "function", "name": "f", "parameters": {}}
+
+
+@pytest.mark.parametrize(
+    ("body_type", "fields", "param"),
+    [
+        (ChatBody, {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0].function_call"),
+        (ChatBody, {"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio"),
+        (ChatBody, {**CHAT, "tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice.type"),
+        (ResponsesBody, {"input": "Hi", "tools": [{**FUNCTION, "async": True}]}, "tools[0].async"),
+        (ResponsesBody, {"input": "Hi", "tools": [{**FUNCTION, "defer_loading": True}]}, "tools[0].defer_loading"),
+        (ResponsesBody, {"input": "Hi", "tools": [{**FUNCTION, "output_schema": {}}]}, "tools[0].output_schema"),
+        (ResponsesBody, {"input": "Hi", "tools": [{**FUNCTION, "parameters": {"x": math.nan}}]}, "tools[0].parameters"),
+        (ResponsesBody, {"input": [ASK, {**CALL, "namespace": "n"}]}, "input[1].namespace"),
+        (ResponsesBody, {"input": "Hi", "reasoning": {"mode": "pro"}}, "reasoning.mode"),
+        (ResponsesBody, {"input": "Hi", "reasoning": {"context": "all_turns"}}, "reasoning.context"),
+        (ResponsesBody, {"input": "Hi", "prompt_cache_options": {"prewarm": True}}, "prompt_cache_options.prewarm"),
+        (
+            MessagesBody,
+            {"max_tokens": 1, "messages": [{"role": "assistant", "content": [{**USE, "caller": {"type": "code"}}]}]},
+            "messages[0].content[0].caller.type",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_asked_for_within_a_body_is_refused_by_name(body_type: type, fields: dict, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse(json.dumps(fields).encode(), body_type)
+    assert caught.value.param == param
+    assert caught.value.message.startswith(param)
+
+
+def test_values_within_a_body_that_ask_for_nothing_are_taken() -> None:
+    """As clients send back what they got, every field of it."""
+    reply = {
+        "role": "assistant",
+        "content": "No",
+        "refusal": None,
+        "audio": None,
+        "function_call": None,
+        "annotations": [],
+    }
+    parse(json.dumps({"messages": [ASK, reply]}).encode(), ChatBody)
+    tool = {**FUNCTION, "async": False, "defer_loading": False, "allowed_callers": ["direct"], "output_schema": None}
+    call = {**CALL, "async": False, "caller": {"type": "direct"}, "namespace": None}
+    body = parse(json.dumps({"input": [ASK, call], "tools": [tool]}).encode(), ResponsesBody)
+    assert body.tools[0].model_dump(exclude_none=True) == FUNCTION
+    assert "async_" not in body.input[1].model_dump()
+
+
+def test_a_refusal_of_before_is_shown_to_the_model() -> None:
+    reply = schema.Message(role="assistant", refusal="I would rather not.")
+    assert message_dicts([reply]) == [{"role": "assistant", "content": "I would rather not."}]
 
 
 @pytest.mark.parametrize("name", REFUSED)

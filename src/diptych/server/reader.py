@@ -25,14 +25,13 @@ INLINE_CHARS = 2048  # shorter texts are tokenised in less time than a hand-over
 
 
 def message_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as templates expect them: parts joined, `developer` as `system`, absent fields left out."""
+    """Messages as templates expect them: parts joined, a refusal as text, `developer` as `system`, absent fields left out."""
     made = []
     for message in messages:
-        fields: dict[str, Any] = message.model_dump(exclude_none=True)
-        if isinstance(message.content, list):
-            fields["content"] = "".join(part.text for part in message.content)
-        elif message.content is None:
-            fields["content"] = ""
+        fields: dict[str, Any] = message.model_dump(exclude_none=True, exclude={"refusal"})
+        parts = message.content if isinstance(message.content, list) else ()
+        said = message.content if isinstance(message.content, str) else "".join(part.text for part in parts)
+        fields["content"] = said + (message.refusal or "")
         if message.role == "developer":
             fields["role"] = "system"
         for call in fields.get("tool_calls", ()):

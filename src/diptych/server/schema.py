@@ -21,6 +21,7 @@ from pydantic import (
     Field,
     PlainValidator,
     PrivateAttr,
+    Tag,
     WithJsonSchema,
     model_validator,
 )
@@ -132,9 +133,17 @@ def _within(value: object, *, max_bytes: int, max_depth: int) -> None:
     depth = depth_of(value)
     if depth > max_depth:
         raise ValueError(f"is nested {depth} deep; it must be at most {max_depth}")
-    size = len(json.dumps(value).encode())
+    size = json_size(value)
     if size > max_bytes:
         raise ValueError(f"has {size} bytes as JSON; it must have at most {max_bytes}")
+
+
+def json_size(value: object) -> int:
+    """Bytes of a value as JSON. ValueError for NaN and infinities, which parsers take and JSON has not."""
+    try:
+        return len(json.dumps(value, allow_nan=False).encode())
+    except ValueError:
+        raise ValueError("has a number that is not finite") from None
 
 
 def _check_user(value: str | None) -> str | None:
@@ -365,6 +374,9 @@ class Message(Body):
     name: str | None = Field(None, max_length=256)
     tool_calls: Annotated[list[HistoryToolCall], StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
     tool_call_id: str | None = Field(None, max_length=256)
+    refusal: str | None = None  # said, as content is
+    audio: None = None
+    function_call: None = None  # replaced by tool_calls
 
 
 class PredictedOutput(Body):
@@ -556,7 +568,7 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Whole | None = bounded("logprobs")
     tools: Annotated[list[Tool], StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | Annotated[NamedToolChoice, Tag("~named")] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None

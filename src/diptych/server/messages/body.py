@@ -86,6 +86,12 @@ class TextBlock(Block):
     citations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
+class DirectCaller(Body):
+    """Who calls a tool: the model."""
+
+    type: Literal["direct"]
+
+
 class ToolUseBlock(Block):
     """A call that an earlier answer made."""
 
@@ -93,6 +99,8 @@ class ToolUseBlock(Block):
     id: str = Field(min_length=1, max_length=256)
     name: str = Field(min_length=1, max_length=256)
     input: dict[str, Any]
+    caller: DirectCaller | None = None
+    toolset_name: None = None
 
 
 class ToolResultBlock(Block):
@@ -102,6 +110,7 @@ class ToolResultBlock(Block):
     tool_use_id: str = Field(min_length=1, max_length=256)
     content: str | Annotated[list[TextBlock], StopAtFirst()] | None = None
     is_error: bool | None = None
+    toolset_name: None = None
 
 
 class ThinkingBlock(Block):

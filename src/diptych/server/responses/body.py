@@ -11,7 +11,7 @@ import binascii
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from diptych.ground.request import BOUNDS
 from diptych.server.fields import NO_EFFECT as NO_EFFECT_ON_ALL
@@ -33,6 +33,7 @@ from diptych.server.schema import (
     bounded,
     branch_of_type,
     conflict,
+    json_size,
 )
 
 _STORED_ONLY = "only responses are kept here; go on from one with previous_response_id"
@@ -58,7 +59,8 @@ REFUSED: Mapping[str, Refusal] = {
     "structured_outputs": Refusal("it is text.format here; the chat route takes other constraints too"),
     "verbosity": Refusal("it is text.verbosity here"),
 }
-NO_EFFECT: Mapping[str, str] = {name: why for name, why in NO_EFFECT_ON_ALL.items() if name not in ("metadata", "user")}
+_READ_HERE = ("metadata", "prompt_cache_options", "user")
+NO_EFFECT: Mapping[str, str] = {name: why for name, why in NO_EFFECT_ON_ALL.items() if name not in _READ_HERE}
 # reasoning as an opaque string that comes back with the next request; nothing in it is a secret
 ENCODED_REASONING = "diptych.1."
 
@@ -70,13 +72,21 @@ class InputText(Body):
     text: str
 
 
+def _check_notes(value: list[Any] | None) -> list[Any] | None:
+    json_size(value)
+    return value
+
+
+Notes = Annotated[list[Any] | None, AfterValidator(_check_notes)]
+
+
 class OutputText(Body):
     """Text of an earlier answer; what was noted beside it is not shown to the model."""
 
     type: Literal["output_text"]
     text: str
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
+    annotations: Notes = None
+    logprobs: Notes = None
 
 
 class RefusalText(Body):
@@ -113,20 +123,38 @@ class MessageItem(Item):
     phase: Literal["commentary", "final_answer"] | None = None
 
 
-class FunctionCallItem(Item):
+# of a tool and its calls: they wait for each other here
+NotAsync = Annotated[Literal[False] | None, Field(alias="async", exclude=True)]
+
+
+class DirectCaller(Body):
+    """Who calls a tool: the model."""
+
+    type: Literal["direct"]
+
+
+class CallItem(Item):
+    """What a call and its result may have. Tools stand in no namespaces."""
+
+    call_id: ItemId
+    caller: DirectCaller | None = None
+    namespace: None = None
+
+
+class FunctionCallItem(CallItem):
     """A call that an earlier answer made; arguments is JSON text."""
 
     type: Literal["function_call"]
-    call_id: ItemId
     name: str = Field(min_length=1, max_length=256)
     arguments: str
+    async_: NotAsync = None
 
 
-class FunctionCallOutputItem(Item):
-    """What a call gave."""
+class FunctionCallOutputItem(CallItem):
+    """What a call gave; name: of its tool, where the call itself is not there."""
 
     type: Literal["function_call_output"]
-    call_id: ItemId
+    name: str | None = Field(None, max_length=256)
     output: str | Annotated[list[InputText], StopAtFirst()]
 
 
@@ -185,9 +213,13 @@ InputItem = Annotated[
 
 
 class FunctionTool(FunctionSpec):
-    """A tool that the client runs."""
+    """A tool that the client runs, shown to the model from the beginning and called by it. Templates show no output_schema."""
 
     type: Literal["function"]
+    async_: NotAsync = None
+    allowed_callers: list[Literal["direct"]] | None = Field(None, exclude=True)
+    defer_loading: Literal[False] | None = Field(None, exclude=True)
+    output_schema: None = Field(None, exclude=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -248,11 +280,21 @@ class TextParam(Body):
 
 
 class ReasoningParam(Body):
-    """How much to think. Reasoning comes whole; nobody summarises it, and "auto" leaves that to the server."""
+    """How much to think. Reasoning comes whole; nobody summarises it, and "auto" leaves that to the server, as it leaves to the
+    template which thoughts of before are shown.
+    """
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto"] | None = None
     generate_summary: Literal["auto"] | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+
+
+class CacheOptions(Body):
+    """Hints how long to keep a prompt, but one, which wants no answer."""
+
+    prewarm: Literal[False] | None = None
 
 
 class ResponsesStreamOptions(Body):
@@ -276,6 +318,7 @@ class ResponsesCountBody(SamplingBody):
     text: TextParam | None = None
     reasoning: ReasoningParam | None = None
     truncation: Literal["auto", "disabled"] | None = None
+    prompt_cache_options: CacheOptions | None = None
     chat_template_kwargs: TemplateVariables = None
 
     @model_validator(mode="after")

@@ -122,7 +122,7 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
                 last.setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 result = {"role": "tool", "tool_call_id": item["call_id"], "content": text_of(item["output"])}
-                name = names.get(item["call_id"])
+                name = names.get(item["call_id"], item.get("name"))
                 made.append(result if name is None else {**result, "name": name})
             case "message" if item["role"] == "assistant" and last is not None and not last["content"]:
                 last["content"] = text_of(item["content"])
