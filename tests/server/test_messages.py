@@ -282,7 +282,8 @@ def test_errors_reach_anthropic_s_clients_as_their_exceptions(client: Anthropic,
     missing = httpx.post(f"{server.url}/messages", json={"messages": ASK})
     assert missing.json()["error"]["message"] == "max_tokens is missing; it is required"
     assert httpx.get(f"{server.url}/v1/messages").json()["type"] == "error"
-    assert [model.id for model in client.models.list()] == [MODEL]
+    [model] = client.models.list()
+    assert (model.id, model.lifecycle) == (MODEL, "active")
 
 
 def test_parts_make_blocks_in_their_order() -> None:

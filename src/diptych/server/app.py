@@ -380,10 +380,10 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
             "id": name,
             "object": "model",
             "created": created,
-            # as Anthropic's clients read it
-            "type": "model",
+            "type": "model",  # from here on as Anthropic's clients read it
             "display_name": name,
             "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
+            "lifecycle": "active",
             "owned_by": "diptych",
             "root": state.engine.loaded.name,  # where clients look for the tokenizer
             "parent": None,
