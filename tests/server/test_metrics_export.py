@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import asyncio
+import re
 from pathlib import Path
 
+import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from diptych.control.stats import CoreStats
+from diptych.engine.async_llm import AsyncLLM
 from diptych.ground.events import (
     ArrivalEvent,
     Event,
@@ -21,7 +25,10 @@ from diptych.ground.phase import FinishReason
 from diptych.ground.shape import StepShape
 from diptych.metrics import EventBook, RequestRecord
 from diptych.server.admission import Outlook
+from diptych.server.app import create_app
+from diptych.server.config import ServerConfig
 from diptych.server.metrics_export import MetricsCollector, ServedModel, exposition
+from diptych.server.state import ServerState
 from diptych.server.telemetry import LiveHistogram, Telemetry
 
 GOLDEN = Path(__file__).with_name("metrics.golden.txt")
@@ -169,3 +176,27 @@ def test_a_value_on_an_edge_counts_below_it() -> None:
         distribution.add(value)
     assert distribution.counts == [2, 2, 1]
     assert distribution.n_values == 5
+
+
+def test_every_refusal_is_counted_once_and_no_probe_is() -> None:
+    """Wrong keys and hosts were not; a probe of a draining server was, as a request refused for overload."""
+
+    async def ask() -> str:
+        async with AsyncLLM("bundled", threads=1, kv_memory_bytes=33554432) as engine:
+            app = create_app(ServerState(engine, ServerConfig(api_key="a-key"), ceilings=None))
+            http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+            key = {"x-api-key": "a-key"}
+            async with app.router.lifespan_context(app), http:
+                await http.get("/v1/models")
+                await http.get("/health", headers={"host": "evil.example.com"})
+                await http.get("/v1/models", headers={"host": "evil.example.com"})
+                await http.post("/v1/completions", headers=key, json={"prompt": 5})
+                await http.get("/nothing", headers=key)
+                engine.drain()
+                for _ in range(3):
+                    assert (await http.get("/ready")).status_code == 503
+                await http.post("/v1/completions", headers=key, json={"prompt": "a"})
+                return (await http.get("/metrics", headers=key)).text
+
+    told = re.findall(r'^diptych_requests_refused_total{status="(\d+)"} (\S+)$', asyncio.run(ask()), re.MULTILINE)
+    assert told == [(status, "1.0") for status in ("400", "401", "403", "404", "503")]

@@ -24,7 +24,7 @@ from diptych.ground.errors import EngineError
 from diptych.server.answers import JsonAnswer, json_bytes
 from diptych.server.chat import ChatAnswer, turn_request
 from diptych.server.completions import CompletionAnswer
-from diptych.server.door import RequireKey
+from diptych.server.door import LEFT, OPEN_PATHS, CountRefused, RequireKey
 from diptych.server.embeddings.routes import BODIES as EMBEDDING_BODIES
 from diptych.server.embeddings.routes import add_embeddings
 from diptych.server.errors import ApiError, error_response, from_engine_error, from_query_error
@@ -90,6 +90,7 @@ def create_app(state: ServerState) -> FastAPI:
 
     key = state.config.api_key
     middleware = [
+        Middleware(CountRefused, tell=state.telemetry.on_refused),
         Middleware(RequestIds),
         *site_middleware(state.config),
         *([Middleware(RequireKey, key=key)] if key is not None else []),
@@ -157,8 +158,7 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
     overload = OverloadLog()
 
     def refuse(error: ApiError, request: Request) -> Response:
-        state.telemetry.on_refused(error.status)
-        if error.status == 503:
+        if error.status == 503 and request.url.path not in OPEN_PATHS:
             overload.note(error, state.now_s())
         return error_response(error, request.url.path)
 
@@ -184,11 +184,12 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
         return refuse(from_query_error(error.errors()[0]), request)
 
     async def on_disconnect(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=LEFT)
 
     async def on_unknown(request: Request, error: Exception) -> Response:
         logger.error("request failed path=%s", request.url.path, exc_info=error)
         response = refuse(from_engine_error(error), request)
+        state.telemetry.on_refused(response.status_code)  # it is answered outside of all middleware
         response.headers["connection"] = "close"  # the HTTP server closes it behind an error that it did not expect
         return response
 

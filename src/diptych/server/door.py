@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from diptych.ground.bounds import lone_surrogate
@@ -47,6 +47,7 @@ MAX_SLOW_CHARS = 2_500_000
 SLOW_CHARS_PER_TOKEN = 8  # no text has more: a token of Hindi has 4 characters, an escaped one of Chinese 2
 _PIECE_BYTES = 1024 * 1024
 OPEN_PATHS = frozenset({"/health", "/ready"})
+LEFT = 499  # the status of a request whose client has gone, which nobody reads
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 Answer = TypeVar("Answer")
@@ -183,6 +184,30 @@ class RequireKey:
             if sent is not None and hmac.compare_digest(sent, self._key):
                 return True
         return False
+
+
+class CountRefused:
+    """Middleware: tells of each request that gets an error, by its status, whoever refuses it.
+
+    Not of probes, which ask whether there is one, nor of clients that have left.
+    """
+
+    def __init__(self, app: ASGIApp, *, tell: Callable[[int], None]) -> None:
+        self._app = app
+        self._tell = tell
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, and look at the answer's head."""
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+
+        async def send_counted(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400 and message["status"] != LEFT:
+                self._tell(message["status"])
+            await send(message)
+
+        await self._app(scope, receive, send_counted)
 
 
 def _sent_key(header: bytes) -> bytes:
