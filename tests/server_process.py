@@ -131,6 +131,10 @@ class ServerProcess:
         assert accepted <= told["vllm:spec_decode_num_draft_tokens_total"]
         assert told["vllm:spec_decode_num_drafts_total"] <= told["vllm:spec_decode_num_draft_tokens_total"]
         assert told["vllm:request_max_num_generation_tokens_count"] == told["diptych_requests_total"]
+        for name in ("request_prompt_tokens", "request_generation_tokens", "request_params_max_tokens"):
+            assert told[f"vllm:{name}_count"] == told["diptych_requests_total"], name
+        assert told["vllm:request_prompt_tokens_sum"] == told["vllm:prompt_tokens_total"]
+        assert told["vllm:request_generation_tokens_sum"] == told["vllm:generation_tokens_total"]
         assert told["vllm:request_max_num_generation_tokens_sum"] <= told["diptych_output_tokens_total"]
         assert told["diptych_output_tokens_total"] == told["vllm:generation_tokens_total"]
         assert states["in_use"] == 0

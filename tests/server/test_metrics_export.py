@@ -19,9 +19,9 @@ from diptych.ground.events import (
     StepEndEvent,
     Timings,
     TokenEvent,
-    Usage,
 )
 from diptych.ground.phase import FinishReason
+from diptych.ground.request import Request, SamplingParams
 from diptych.ground.shape import StepShape
 from diptych.metrics import EventBook, RequestRecord
 from diptych.server.admission import Outlook
@@ -96,7 +96,6 @@ def told() -> Telemetry:
     tell(token(1, 11.25, 1))
     finish = FinishEvent(request_id="a", index=0, at_s=11.25, reason=FinishReason.STOP, output_tokens=2)
     tell(finish, StepEndEvent(step_id=1, at_s=11.25, device_s=0.2, host_s=0.05))
-    usage = Usage(prompt_tokens=40, cached_tokens=32, computed_tokens=8, output_tokens=2)
     timings = Timings(
         queue_s=0.5,
         prefill_s=0.25,
@@ -108,7 +107,9 @@ def told() -> Telemetry:
         stall_s=0.1,
         n_preemptions=1,
     )
-    telemetry.on_finished(usage, timings, [FinishReason.STOP], max_tokens=16, reasoning_tokens=1)
+    sampling = SamplingParams(max_tokens=16)
+    telemetry.on_taken(Request(request_id="a", prompt_token_ids=(5,) * 40, sampling=sampling, arrival_s=10.0))
+    telemetry.on_finished(timings, [FinishReason.STOP], reasoning_tokens=1)
     telemetry.on_refused(503)
     telemetry.loop_lag_s.add(0.004)
     return telemetry

@@ -194,10 +194,8 @@ class OpenedRequest:
         is_whole = FinishReason.ABORT not in reasons and FinishReason.ERROR not in reasons
         self._desk.admission.closed(service_s=timings.prefill_s + timings.decode_s if is_whole else None)
         self._desk.telemetry.on_finished(
-            record.usage(),
             timings,
             reasons,
-            max_tokens=self.handle.request.sampling.max_tokens,
             reasoning_tokens=self.reasoning_tokens,
         )
         if self._span is not None and self._desk.spans is not None:

@@ -51,6 +51,7 @@ class ServerState:
         self.workers = Workers()
         self.bodies = BodyReader(self.workers, BodyLimits.of_context(self.counted_tokens, config.max_body_bytes))
         self.telemetry = Telemetry(engine.engine.book)
+        engine.engine.on_submit.append(lambda opened: self.telemetry.on_taken(opened.request))
         self.timelines = Timelines(self.telemetry, kept=config.kept_timelines)
         self.collector = MetricsCollector(
             self.telemetry, self.model, is_vllm_compatible=config.metrics_compat == "vllm"

@@ -25,9 +25,9 @@ from diptych.ground.events import (
     Timings,
     TokenEvent,
     TransferEvent,
-    Usage,
 )
 from diptych.ground.phase import FinishReason
+from diptych.ground.request import Request
 from diptych.metrics import EventBook, RequestRecord, StepRecord
 
 # vLLM's edges, with finer ones below, because a small model on a CPU answers within a millisecond
@@ -98,6 +98,9 @@ class Telemetry:
         self.requests_taken = 0
         self.outcomes = {"finished": 0, "aborted": 0, "failed": 0}
         self.finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
+        self.request_prompt_tokens = LiveHistogram(TOKEN_EDGES)
+        self.request_output_tokens = LiveHistogram(TOKEN_EDGES)
+        self.request_max_tokens = LiveHistogram(TOKEN_EDGES)
         self.request_longest_tokens = LiveHistogram(TOKEN_EDGES)
         self.preemptions = 0
         self.drafts = 0  # decode chunks that carried guesses
@@ -123,9 +126,6 @@ class Telemetry:
             name: LiveHistogram(REQUEST_EDGES_S)
             for name in ("e2e", "queue", "prefill", "transfer", "decode", "inference", "tpot", "stall")
         }
-        self.request_prompt_tokens = LiveHistogram(TOKEN_EDGES)
-        self.request_output_tokens = LiveHistogram(TOKEN_EDGES)
-        self.request_max_tokens = LiveHistogram(TOKEN_EDGES)
         self.reasoning_tokens = 0
         self.loop_lag_s = LiveHistogram(LAG_EDGES_S)
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -153,19 +153,21 @@ class Telemetry:
         for request_id in ended:  # last: the records are ahead of the events, and one batch may end several choices
             self._close(request_id)
 
+    def on_taken(self, request: Request) -> None:
+        """Count what a request asks for. Called on the engine's thread."""
+        self.request_max_tokens.add(request.sampling.max_tokens)
+
     def on_finished(
         self,
-        usage: Usage,
         timings: Timings,
         reasons: Sequence[FinishReason],
         *,
-        max_tokens: int,
         reasoning_tokens: int = 0,
     ) -> None:
-        """Count a request whose last choice has ended (or that was aborted). Called on the event loop."""
-        self.request_prompt_tokens.add(usage.prompt_tokens)
-        self.request_output_tokens.add(usage.output_tokens)
-        self.request_max_tokens.add(max_tokens)
+        """Count what a reader knows of a request whose last choice has ended. Called on the event loop.
+
+        One whose client left on the way to the engine has no reader.
+        """
         self.reasoning_tokens += reasoning_tokens
         if FinishReason.ABORT in reasons or FinishReason.ERROR in reasons:
             return  # durations of requests that were cut short would pull the distributions down
@@ -256,9 +258,11 @@ class Telemetry:
         if record is None or not record.is_over:
             return
         del self.records[request_id]
-        unread_tokens = record.usage().remaining_tokens
-        self.unread_tokens -= unread_tokens
-        self.dropped_tokens += unread_tokens
+        usage = record.usage()
+        self.unread_tokens -= usage.remaining_tokens
+        self.dropped_tokens += usage.remaining_tokens
+        self.request_prompt_tokens.add(usage.prompt_tokens)
+        self.request_output_tokens.add(usage.output_tokens)
         self.outcomes[_outcome(record.reasons)] += 1
         self.request_longest_tokens.add(max(len(choice.token_times_s) for choice in record.choices.values()))
         for listener in self.on_record:
