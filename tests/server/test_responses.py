@@ -134,6 +134,8 @@ def test_a_response_in_the_background_is_asked_for_or_cancelled(server: ServerPr
     long = http.post("/v1/responses", json={**body, "ignore_eos": True}).json()
     refused = http.post("/v1/responses", json={"input": "Hi", "previous_response_id": long["id"]})
     assert refused.json()["error"]["code"] == "previous_response_not_finished"
+    kept = http.delete(f"/v1/responses/{long['id']}")  # it was not stored here, and when it had ended it was
+    assert (kept.status_code, kept.json()["error"]["code"]) == (400, "response_not_finished")
     cancelled = http.post(f"/v1/responses/{long['id']}/cancel").json()
     assert cancelled["status"] == "cancelled"
     assert http.get(f"/v1/responses/{long['id']}").json() == cancelled

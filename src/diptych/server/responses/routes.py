@@ -100,6 +100,9 @@ def _add_stored(app: FastAPI, shared: Responses) -> None:
     @app.delete("/v1/responses/{response_id}", **refusals)
     async def delete_response(response_id: str) -> dict[str, Any]:
         """Forget a stored response."""
+        if response_id in shared.open:  # it would be kept all the same once it has ended
+            told = f"{response_id[:100]!r} is still being written; cancel it first, or wait for its end"
+            raise ApiError(400, told, code="response_not_finished")
         if not await shared.store.delete(response_id):
             raise unknown(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
