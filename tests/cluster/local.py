@@ -75,6 +75,7 @@ class LocalCluster:
         self._mail: deque[tuple[int, str, ToWorker]] = deque()  # (when, to whom, what)
         self._n_pumped = 0
         self.n_sent = 0
+        self.batch_steps = 1  # of a worker, before the door hears of them
         vocab_size = loaded.model.spec.vocab_size
         self.grammars = GrammarCompiler(loaded.tokenizer, vocab_size)
         for number in range(decode):
@@ -139,7 +140,8 @@ class LocalCluster:
             if name in self.workers:
                 self.workers[name].take(message)
         for name, worker in list(self.workers.items()):
-            worker.step()
+            for _ in range(self.batch_steps):
+                worker.step()
             self.core.deliver(name, worker.batch())
 
     def check(self) -> None:

@@ -101,6 +101,22 @@ def test_two_engines_answer_as_one(loaded: LoadedModel, sampling: SamplingParams
     assert not cluster.reasons("recomputes")
 
 
+@pytest.mark.parametrize("n_steps", [2, 5])
+def test_tokens_behind_a_stop_string_are_counted_by_nobody(loaded: LoadedModel, n_steps: int) -> None:
+    """A worker that is ahead of the door tells of several steps at once, and all that stood behind the stop was billed."""
+    sampling = replace(SAMPLED, n=2, max_tokens=40, ignore_eos=True, stop=("the", "a", "e"))
+    asked = prompts((17, 64, 100, 33))
+    wanted = LLM(loaded, tiny_config("cpu")).generate(asked, sampling)
+    cluster = LocalCluster(loaded, tiny_config("cpu"))
+    cluster.batch_steps = n_steps
+    got = cluster.llm.generate(asked, sampling)
+    assert said(got) == said(wanted)
+    for one, expected in zip(got, wanted, strict=True):
+        assert one.usage.output_tokens == expected.usage.output_tokens == sum(len(c.token_ids) for c in one.choices)
+        account(one)
+    cluster.check()
+
+
 def test_what_is_cached_is_what_one_engine_had_cached(loaded: LoadedModel) -> None:
     """A client that pays for uncached tokens must not pay for how the service is built."""
     config = tiny_config("cpu")

@@ -126,7 +126,7 @@ class _Steps:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self._n_handed: dict[tuple[str, int], int] = {}
+        self._n_handed: dict[tuple[str, int], int] = {}  # in this step
 
     def keep(self, event: Event, open_requests: Mapping[str, OpenRequest]) -> Event | None:
         """`event` as it counts; None where it stands behind a stop string. Ask before the next event is dealt with."""
@@ -135,6 +135,8 @@ class _Steps:
             if kept is None:
                 return None
             event = kept
+        elif isinstance(event, StepEndEvent):
+            self._n_handed.clear()
         self.events.append(event)
         return event
 
@@ -145,6 +147,8 @@ class _Steps:
                 return None
             self._n_handed[key] = self._n_handed.get(key, 0) + 1
         elif isinstance(event, DraftEvent):
+            if choice.stop_string is not None and key not in self._n_handed:
+                return None  # a step more, of a worker that had not heard of the stop
             return event._replace(accepted_tokens=min(event.accepted_tokens, self._n_handed.get(key, 0)))
         elif event.reason in _OWN_ENDS:
             choice.read_end(event.reason)
@@ -390,8 +394,10 @@ class Engine:
         finishes = {(event.request_id, event.index): event for event in events if isinstance(event, FinishEvent)}
         added: list[Event] = []
         fold = self.book.fold
-        # only a step with drafts gives a choice several tokens, and one with ends ends two ways at once
-        steps = _Steps() if finishes or any(type(event) is DraftEvent for event in events) else None
+        # a step with drafts gives a choice several tokens, as several steps of a worker do (`cluster.core`); with ends one may
+        # end two ways at once
+        kinds = list(map(type, events))
+        steps = _Steps() if finishes or DraftEvent in kinds or kinds.count(StepEndEvent) > 1 else None
         if steps is None:
             fold(events)
         for event in events:
