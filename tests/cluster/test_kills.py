@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.cluster.states import N_ROUNDS, STATES, Load
+from tests.cluster.states import N_ROUNDS, STATES, Load, gauge
 from tests.cluster.test_serve import OPTIONS, RECOVERY_S, WORDS, Stream, body, held, wait_for, worker_pids
 
 from diptych.cluster.worker import N_SLOTS
@@ -162,3 +162,22 @@ def test_a_worker_that_comes_back_as_another_version_stays_out(tmp_path: Path, m
         code, errors = server.stop()
         assert code == 0
         assert "worker stays out: worker decode-0 runs Diptych 0.0.9" in errors
+
+
+def test_a_worker_whose_new_start_fails_is_started_once_more(
+    one: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray starts an actor again that has died, but not one that could not begin: it stayed away, and nobody was told why."""
+    script, has_failed = Path(__file__).with_name("failing_node_server.py"), tmp_path / "has-failed"
+    monkeypatch.setenv("DIPTYCH_TEST_FAILED", str(has_failed))
+    with ServerProcess("--prefill", "1", "--decode", "1", *OPTIONS, script=script) as server:
+        wait_for(lambda: len(worker_pids(server)) == 2, "both are up", 120)
+        os.kill(worker_pids(server)["prefill-0"], signal.SIGKILL)
+        wait_for(has_failed.exists, "it could not begin")
+        wait_for(lambda: len(worker_pids(server)) == 2, "it is back", 120)
+        Load(server, "after a failed start", max_tokens=20).check(one)
+        assert gauge(server.scrape(), "sent_bytes_total", "prefill-0") > 0, "who answers knows the new one"
+        server.check_balance()
+        code, errors = server.stop()
+        assert code == 0
+        assert "worker did not start again name=prefill-0 why=ActorDiedError: LoadError: the disk is away" in errors

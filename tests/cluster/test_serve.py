@@ -19,7 +19,7 @@ import pytest
 from diptych.engine.llm import LLM
 from diptych.ground.clock import sleep_s
 from diptych.ground.config import EngineConfig, quiet_ray
-from diptych.ground.errors import ConfigError, LoadError
+from diptych.ground.errors import CapacityError, ConfigError, LoadError
 from diptych.ground.request import SamplingParams
 from diptych.ground.version import VERSION
 from server_process import CLOCK, ServerProcess, check_account
@@ -267,6 +267,19 @@ def test_an_address_where_nobody_listens_is_named_at_once() -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"no Ray cluster at {address}: .*refused"):
             rays.RayCluster("bundled", EngineConfig(), rays.PoolConfig(address=address))
+
+
+def test_what_a_worker_says_of_its_end_is_told_with_its_numbers() -> None:
+    """Of an error with a hint only the hint was told: `worker decode-0 did not start: ActorDiedError: hint: raise ...`."""
+    rays = importlib.import_module("diptych.cluster.rays")
+    error = CapacityError("kv_memory_bytes is 1000; one block has 98304", hint="raise it\nby far")
+    page = f"The actor died in its creation task\n  File rays.py\ndiptych.ground.errors.CapacityError: {error}"
+    assert rays._said(RuntimeError(page)) == (
+        "RuntimeError: CapacityError: kv_memory_bytes is 1000; one block has 98304",
+        "raise it\nby far",
+    )
+    assert rays._reason(error) == "CapacityError: kv_memory_bytes is 1000; one block has 98304"
+    assert rays._said(TimeoutError()) == ("TimeoutError: ", None)
 
 
 def test_a_worker_of_another_version_is_refused() -> None:

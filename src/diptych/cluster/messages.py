@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from diptych.cluster.slots import Seat
 from diptych.compute.kv_store import KVPayload
 from diptych.control.loop import EngineCore
 from diptych.control.stats import WorkerCounts
+from diptych.cost.shared_machine import Speeds
 from diptych.ground.config import BlockConfig, SchedulerConfig
+from diptych.ground.errors import EngineError
 from diptych.ground.events import Event
 from diptych.ground.handoff import HandOff
+from diptych.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +148,50 @@ class Facts:
             max_running_sequences=core.max_running_sequences,
             context_limit_tokens=core.context_limit_tokens,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """What a server says of a model that is loaded elsewhere; the fields of `compute.model.Model`."""
+
+    spec: ModelSpec
+    backend_name: str
+    keeps_bits: bool
+    weights_format: str
+    formats: Mapping[str, int]
+    expert_formats: Mapping[str, int]
+    head_format: str
+    kv_format: str
+    revision: str
+    weight_bytes: int
+    n_parameters: int
+    threads: int
+    instruction_set: str
+    hf_config: Mapping[str, Any]
+
+    def on_loss(self, listener: Callable[[EngineError], object]) -> Callable[[], object]:
+        """Nobody calls: ranks are their worker's, whose end is heard of in another way."""
+        return lambda: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """A worker is ready. incarnation: another one after every start; what is meant for an older one is not for it.
+
+    speeds: of this machine, where a profile predicts them; gap: why none does. probed: this worker's own, where pools follow
+    the load and nothing is predicted. cores: of its node, where its model is computed on them.
+    """
+
+    version: str
+    incarnation: str
+    facts: Facts
+    card: ModelCard
+    load_s: float
+    now_s: float
+    speeds: Speeds | None
+    gap: str | None
+    cores: int | None
+    probed: Speeds | None = None
 
 
 class Heard(NamedTuple):

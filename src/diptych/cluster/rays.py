@@ -16,19 +16,19 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import psutil
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from diptych.cluster.autoscale import Autoscaler, probe
 from diptych.cluster.core import ClusterCore
 from diptych.cluster.link import DoorLink, InOrder
-from diptych.cluster.messages import Batch, Facts, ToWorker
+from diptych.cluster.messages import Batch, Facts, Hello, ModelCard, ToWorker
 from diptych.cluster.pool_config import OnCores, PoolConfig, crowding
 from diptych.cluster.runner import WorkerRunner
 from diptych.cluster.worker import Worker
@@ -64,52 +64,9 @@ logger = logging.getLogger("diptych.cluster")
 POLL_S = 0.5  # a worker that has nothing to say says so as often
 HUNG_S = 30.0  # a process that says nothing for so long, not even that there is nothing to say, is given up
 LOOK_S = 1.0  # between looks at the load, where pools follow it
+AGAIN_S = 5.0  # until a worker is begun once more that could not begin
 CONNECT_S = 5.0
 START_S = 600.0  # a large model takes minutes to load
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelCard:
-    """What a server says of a model that is loaded elsewhere; the fields of `compute.model.Model`."""
-
-    spec: ModelSpec
-    backend_name: str
-    keeps_bits: bool
-    weights_format: str
-    formats: Mapping[str, int]
-    expert_formats: Mapping[str, int]
-    head_format: str
-    kv_format: str
-    revision: str
-    weight_bytes: int
-    n_parameters: int
-    threads: int
-    instruction_set: str
-    hf_config: Mapping[str, Any]
-
-    def on_loss(self, listener: Callable[[EngineError], object]) -> Callable[[], object]:
-        """Nobody calls: ranks are their worker's, whose end is heard of in another way."""
-        return lambda: None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
-    """A worker is ready. incarnation: another one after every start; what is meant for an older one is not for it.
-
-    speeds: of this machine, where a profile predicts them; gap: why none does. probed: this worker's own, where pools follow
-    the load and nothing is predicted. cores: of its node, where its model is computed on them.
-    """
-
-    version: str
-    incarnation: str
-    facts: Facts
-    card: ModelCard
-    load_s: float
-    now_s: float
-    speeds: Speeds | None
-    gap: str | None
-    cores: int | None
-    probed: Speeds | None = None
 
 
 class _Actor:
@@ -228,7 +185,7 @@ class RayCluster:
         self._start_ray()
         try:
             self._start(pools.names)
-            pools.check_states(next(iter(self.hellos.values())).card.spec, config)
+            pools.check_states(self._spec, config)
             for name in pools.names:
                 self._attach(name, _clock_ahead_s(self.actors[name], self.clock))
             self.llm = self._make_llm(begin_s)
@@ -251,6 +208,10 @@ class RayCluster:
         ray.shutdown()
         for thread in self._threads:
             thread.join(timeout=2 * POLL_S)
+
+    @property
+    def _spec(self) -> ModelSpec:
+        return next(iter(self.hellos.values())).card.spec
 
     def _start_ray(self) -> None:
         options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "namespace": "diptych"}
@@ -292,32 +253,37 @@ class RayCluster:
             logger.warning("ray listens on %s: call ground.config.quiet_ray before ray is imported", address)
 
     def _start(self, names: Sequence[str]) -> None:
-        is_local = self._pools.address is None
-        share = self._pools.most if is_local else 1
-        needs = {name: self._needs(name.partition("-")[0]) for name in [*self.actors, *names]}
-        check_there_is(sum((Counter(one) for one in needs.values()), Counter()), ray.cluster_resources())
+        needs = [self._needs(name.partition("-")[0]) for name in [*self.actors, *names]]
+        check_there_is(sum(map(Counter, needs), Counter()), ray.cluster_resources())
         for name in names:
-            self.actors[name] = WorkerActor.options(
-                num_cpus=0 if is_local else 1,
-                num_gpus=needs[name].get("GPU", 0),
-                resources={of_ray: n for of_ray, n in needs[name].items() if of_ray != "GPU"},
-                max_restarts=-1,
-                max_task_retries=0,
-                scheduling_strategy="SPREAD",
-            ).remote(
-                name, self._model, self._engines[name.partition("-")[0]], share, self._pools, logger.getEffectiveLevel()
-            )
+            self.actors[name] = self._new_actor(name)
         for name in names:
             try:
                 self.hellos[name] = ray.get(self.actors[name].hello.remote(), timeout=START_S)
             except RayError as error:
-                raise LoadError(
-                    f"worker {name} did not start: {_reason(error)}",
-                    hint="is the model on every node under that path, and has the cluster a CPU for every worker?",
-                ) from error
+                reason, hint = _said(error)
+                where = "is the model on every node under that path, and has the cluster a CPU for every worker?"
+                raise LoadError(f"worker {name} did not start: {reason}", hint=hint or where) from error
             check_version(name, self.hellos[name].version)
-        for actor in self.actors.values():
-            actor.meet.remote(self.actors)
+        self._introduce()
+
+    def _new_actor(self, name: str) -> Any:
+        pool, is_local = name.partition("-")[0], self._pools.address is None
+        needs, share = self._needs(pool), self._pools.most if is_local else 1
+        return WorkerActor.options(
+            num_cpus=0 if is_local else 1,
+            num_gpus=needs.get("GPU", 0),
+            resources={of_ray: n for of_ray, n in needs.items() if of_ray != "GPU"},
+            max_restarts=-1,
+            max_task_retries=0,
+            scheduling_strategy="SPREAD",
+        ).remote(name, self._model, self._engines[pool], share, self._pools, logger.getEffectiveLevel())
+
+    def _introduce(self) -> None:
+        """Tell every worker where the others are."""
+        actors = dict(self.actors)
+        for actor in actors.values():
+            actor.meet.remote(actors)
 
     def _needs(self, pool: str) -> dict[str, int]:
         """What a worker takes of Ray's resources, besides a CPU."""
@@ -515,6 +481,9 @@ class RayCluster:
             try:
                 hello = ray.get(self.actors[name].hello.remote(), timeout=START_S)
                 ahead_s = _clock_ahead_s(self.actors[name], self.clock)
+            except ActorDiedError as error:
+                self._begin_again(name, error)
+                continue
             except Exception as error:
                 logger.debug("worker not back name=%s: %s", name, _reason(error))
                 self._is_closing.wait(POLL_S / 2)
@@ -529,10 +498,19 @@ class RayCluster:
                 logger.error("worker stays out: %s; %s, and start the server again", error.message, error.hint)
                 return False
             self.hellos[name] = hello
-            self.actors[name].meet.remote(self.actors)
+            self._introduce()
             self._do(partial(self._attach, name, ahead_s))
             return True
         return False
+
+    def _begin_again(self, name: str, error: ActorDiedError) -> None:
+        """Another actor in place of one that Ray starts no more, as its start failed: memory may be short for a moment."""
+        logger.warning("worker did not start again name=%s why=%s", name, _reason(error))
+        self._is_closing.wait(AGAIN_S)
+        with self._scaling:
+            if name in self.actors and not self._is_closing.is_set():
+                ray.kill(self.actors[name])
+                self.actors[name] = self._new_actor(name)
 
     def _do(self, action: Callable[[], object]) -> None:
         self.core.ask(action)
@@ -593,8 +571,15 @@ def _clock_ahead_s(actor: Any, clock: Clock) -> float:
     return ahead_s if abs(ahead_s) > took_s else 0.0
 
 
-def _reason(error: BaseException) -> str:
-    """One line; Ray's messages are pages."""
+def _said(error: BaseException) -> tuple[str, str | None]:
+    """What went wrong in one line, as Ray's messages are pages; and the hint of an error of ours at the end of one."""
     cause = getattr(error, "cause", None) or error
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return f"{type(cause).__name__}: {lines[-1] if lines else ''}"[:300]
+    text, _, hint = str(cause).partition("\nhint: ")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = lines[-1].removeprefix(f"{EngineError.__module__}.") if lines else ""
+    return f"{type(cause).__name__}: {said}"[:300], hint.strip() or None
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong in one line."""
+    return _said(error)[0]
