@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from diptych.cluster.pool_config import PoolConfig
 from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel, bundled_dir, load
 from diptych.ground.config import ComputeConfig, EngineConfig, SchedulerConfig
-from diptych.ground.errors import ConfigError
+from diptych.ground.errors import ConfigError, RequestError
 
 pytestmark = pytest.mark.native
 Faulty = list[tuple[int, ToWorker]]
@@ -160,3 +162,9 @@ def test_what_would_leave_states_behind_is_refused(loaded: LoadedModel) -> None:
     with pytest.raises(ConfigError, match="of one rank"):
         pools.check_states(spec, ranks)
     PoolConfig(decode=2).check_states(spec, ranks)
+    rays = importlib.import_module("diptych.cluster.rays")
+    cluster = object.__new__(rays.RayCluster)  # that has no reader yet
+    cluster._pools, cluster._config = PoolConfig(decode=2), ranks
+    cluster.hellos = {"decode-0": SimpleNamespace(card=SimpleNamespace(spec=spec))}
+    with pytest.raises(RequestError, match="of one rank"):
+        cluster._scale("prefill", 1)

@@ -368,11 +368,16 @@ class RayCluster:
         return words is not None
 
     def _scale(self, pool: str, number: int) -> None:
-        """Begin to have a pool of that many workers; returns at once."""
+        """Begin to have a pool of that many workers; returns at once. RequestError where there may be none."""
         if self._pools.bounds:
             raise RequestError(
                 "pools follow the load here", hint="leave out --max-prefill, --max-decode and --max-workers"
             )
+        if pool == "prefill" and number:
+            try:
+                replace(self._pools, prefill=number).check_states(self._spec, self._config)
+            except ConfigError as error:
+                raise RequestError(error.message, hint=error.hint) from error
         logger.info("pool=%s wanted=%d", pool, number)
         self._thread(partial(self._scale_to, pool, number), f"diptych-scale-{pool}")
 
