@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from tests.cluster.local import LocalCluster
 from tests.cluster.test_serve import OPTIONS, WORDS, Stream, wait_for, worker_pids
 from tests.engine.conftest import tiny_config
 
 from diptych.cluster.autoscale import Autoscaler, probe
+from diptych.cluster.pool_config import PoolConfig
 from diptych.engine.llm import LLM
 from diptych.engine.load import load, make_machinery
 from diptych.ground.clock import MonotonicClock
@@ -54,6 +60,44 @@ def test_a_probe_leaves_no_trace(tiny_dir: Path) -> None:
     machinery.core.check()
     stats = machinery.core.stats()
     assert (stats.blocks_in_use, stats.blocks_cached, stats.running, stats.waiting) == (0, 0, 0, 0)
+
+
+@pytest.mark.native
+def test_a_pool_grows_while_a_worker_that_is_to_go_has_streams(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream of minutes on a worker too many held up every change, and who was wanted again had to end first."""
+    rays = importlib.import_module("diptych.cluster.rays")
+    config = tiny_config("cpu")
+    local = LocalCluster(load(str(tiny_dir), config), config, prefill=0, decode=2)
+    engine, pump, ended = local.engine, local.core._pump, []
+    long = SamplingParams(max_tokens=100, ignore_eos=True)
+    for prompt in ([5, 6, 7], [8, 9, 10]):
+        engine.submit(engine.make_request(prompt, long, arrival_s=engine.clock.now_s()), lambda delta: None)
+    engine.step()
+    assert local.core.n_open_at("decode-1") == 1
+    local.core._pump = lambda: None  # streams stand still
+    cluster = object.__new__(rays.RayCluster)
+    cluster.core, cluster.llm, cluster._pools = local.core, SimpleNamespace(wake=lambda: None), PoolConfig(decode=2)
+    cluster._scaling, cluster._is_closing, cluster._threads = threading.Lock(), threading.Event(), []
+    cluster.actors, cluster._leaving = {"decode-0": "actor 0", "decode-1": "actor 1"}, set()
+    cluster._start = lambda names: None
+    monkeypatch.setattr(rays.ray, "kill", ended.append)
+    state = local.core.workers[1]
+
+    def stepped_until(condition: Callable[[], object], what: str) -> None:
+        wait_for(lambda: (engine.step(), condition())[1], what)
+
+    cluster._scale("decode", 1)
+    stepped_until(lambda: state.is_draining, "it is to go")
+    cluster._scale("decode", 2)
+    stepped_until(lambda: not state.is_draining, "it is wanted again, and stays")
+    cluster._scale("decode", 1)
+    stepped_until(lambda: state.is_draining, "it is to go once more")
+    assert not ended
+    local.core._pump = pump
+    stepped_until(lambda: ended, "it has ended behind its stream")
+    assert (ended, list(cluster.actors)) == (["actor 1"], ["decode-0"])
+    stepped_until(lambda: state.is_gone and not engine.n_open, "the door knows")
+    cluster._is_closing.set()
 
 
 @pytest.mark.native

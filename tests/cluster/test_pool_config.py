@@ -141,7 +141,7 @@ def test_a_worker_that_dies_as_soon_as_it_is_there_ends_no_thread(monkeypatch: p
     monkeypatch.setattr(rays, "POLL_S", 0.0)
     monkeypatch.setattr(rays.ray, "kill", killed.append)
     monkeypatch.setattr(rays.ray, "get", lambda answer, timeout: SimpleNamespace(incarnation="new"))
-    cluster.actors = {}
+    cluster.actors, cluster._leaving = {}, set()
     cluster._start = lambda names: cluster.actors.update(dict.fromkeys(names, "actor"))
     cluster._scale_to("decode", 1)
     assert (cluster.actors, killed) == ({}, ["actor"])

@@ -190,8 +190,7 @@ class ClusterCore:
                 )
             )
         logger.info("worker ready name=%s node=%s pid=%d", facts.name, facts.node, facts.pid)
-        for _ in range(len(self._parked)):
-            self._place(self._parked.popleft())
+        self._place_parked()
 
     def lost(self, name: str, why: str) -> None:
         """A worker died: everything that was there goes on elsewhere."""
@@ -228,6 +227,15 @@ class ClusterCore:
         self.workers[number].is_draining = True
         assert self._router is not None
         self._router.close(number)
+
+    def keep(self, name: str) -> None:
+        """A worker that is drained is not to go after all."""
+        number = self._number[name]
+        self.workers[number].is_draining = False
+        assert self._router is not None
+        if self.workers[number].is_up:
+            self._router.open(number)
+            self._place_parked()
 
     def n_open_at(self, name: str) -> int:
         """Requests that a worker has a part in. Any thread may ask."""
@@ -438,6 +446,10 @@ class ClusterCore:
         source = f"cluster {self._seed} {self._n_requests}"
         seed = int.from_bytes(hashlib.sha256(source.encode()).digest()[:8], "little")
         return replace(request, sampling=replace(request.sampling, seed=seed))
+
+    def _place_parked(self) -> None:
+        for _ in range(len(self._parked)):
+            self._place(self._parked.popleft())
 
     def _place(self, request_id: str) -> None:
         """Send a request to the workers that the router names; park it while there is none."""

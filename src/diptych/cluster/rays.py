@@ -57,7 +57,6 @@ from diptych.ground.errors import ConfigError, EngineError, LoadError, RequestEr
 from diptych.ground.hosts import is_loopback
 from diptych.ground.spare_time import start_in_spare_time
 from diptych.ground.version import VERSION
-from diptych.models.spec import ModelSpec
 
 logger = logging.getLogger("diptych.cluster")
 
@@ -178,6 +177,7 @@ class RayCluster:
             now_s=self.clock.now_s, seed=config.seed, local_prefill_tokens=pools.local_prefill_tokens
         )
         self.actors: dict[str, Any] = {}
+        self._leaving: set[str] = set()  # of them, those that end when what they have is over
         self.hellos: dict[str, Hello] = {}
         self._model, self._config = model, config
         self._engines = pools.engines(config, cores=psutil.cpu_count(logical=False) or 1)
@@ -185,7 +185,7 @@ class RayCluster:
         self._start_ray()
         try:
             self._start(pools.names)
-            pools.check_states(self._spec, config)
+            self._check_states(pools)
             for name in pools.names:
                 self._attach(name, _clock_ahead_s(self.actors[name], self.clock))
             self.llm = self._make_llm(begin_s)
@@ -209,9 +209,8 @@ class RayCluster:
         for thread in self._threads:
             thread.join(timeout=2 * POLL_S)
 
-    @property
-    def _spec(self) -> ModelSpec:
-        return next(iter(self.hellos.values())).card.spec
+    def _check_states(self, pools: PoolConfig) -> None:
+        pools.check_states(next(iter(self.hellos.values())).card.spec, self._config)
 
     def _start_ray(self) -> None:
         options: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": False, "namespace": "diptych"}
@@ -375,7 +374,7 @@ class RayCluster:
             )
         if pool == "prefill" and number:
             try:
-                replace(self._pools, prefill=number).check_states(self._spec, self._config)
+                self._check_states(replace(self._pools, prefill=number))
             except ConfigError as error:
                 raise RequestError(error.message, hint=error.hint) from error
         logger.info("pool=%s wanted=%d", pool, number)
@@ -391,7 +390,7 @@ class RayCluster:
         scaler = Autoscaler(pools.bounds, target_s=pools.target_queue_s, calm_s=pools.calm_s)
         while not self._is_closing.wait(LOOK_S):
             for pool in scaler.bounds:
-                n_workers = sum(name.startswith(pool) for name in self.actors)
+                n_workers = sum(name.startswith(pool) for name in self.actors.keys() - self._leaving)
                 work_s = self.core.work_s(decodes=pool == "decode")
                 wanted = scaler.wanted(pool, n_workers=n_workers, work_s=work_s, now_s=self.clock.now_s())
                 if wanted != n_workers:
@@ -402,7 +401,10 @@ class RayCluster:
         with self._scaling:
             wanted = [f"{pool}-{i}" for i in range(number)]
             new = [name for name in wanted if name not in self.actors]
-            gone = [name for name in self.actors if name.startswith(pool) and name not in wanted]
+            gone = [name for name in self.actors if name.startswith(pool) and name not in {*wanted, *self._leaving}]
+            for name in self._leaving.intersection(wanted):
+                self._leaving.remove(name)
+                self._do(partial(self.core.keep, name))
             try:
                 self._start(new)
                 ahead_s = {name: _clock_ahead_s(self.actors[name], self.clock) for name in new}
@@ -416,19 +418,27 @@ class RayCluster:
             if new:
                 self._tell_crowding()
             for name in gone:
+                self._leaving.add(name)
                 self._do(partial(self.core.drain, name))
             self._await_done()
             for name in new:
                 self._follow(name)
-            for name in gone:
-                self._let_go(name)
+            for name in gone:  # streams may take minutes, in which a pool may have to grow
+                self._thread(partial(self._let_go, name), f"diptych-leaves-{name}")
 
     def _let_go(self, name: str) -> None:
-        """End a worker that gets nothing new, when it has nothing left."""
-        while self.core.n_open_at(name) and not self._is_closing.is_set():
-            self._is_closing.wait(POLL_S / 5)
-        actor = self.actors.pop(name)
-        self._do(partial(self.core.detach, name))
+        """End a worker that gets nothing new, when it has nothing left, unless it is wanted again before."""
+        actor = None
+        while actor is None:
+            if self._is_closing.wait(POLL_S / 5):
+                return
+            with self._scaling:
+                if name not in self._leaving:
+                    return
+                if not self.core.n_open_at(name):
+                    self._leaving.remove(name)
+                    actor = self.actors.pop(name, None)
+                    self._do(partial(self.core.detach, name))
         self._end([actor])
 
     def _end(self, actors: list[Any]) -> None:
