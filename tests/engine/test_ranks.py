@@ -354,6 +354,25 @@ def test_who_cannot_join_is_told_why() -> None:
     assert "rank 1 has size 3" in str(found[0])
 
 
+def test_a_rank_that_nobody_looks_for_is_told_so() -> None:
+    """Rank 2 of 3 waited without end where rank 0 has two: it was asked for its size by nobody."""
+    address, found, carriers = free_address(), list[BaseException](), list[Carrier]()
+
+    def join(number: int, size: int) -> None:
+        try:
+            carriers.append(Carrier(address, number, size, join_s=10))
+        except ConfigError as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=join, args=one, daemon=True) for one in ((0, 2), (2, 3), (1, 2))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert [str(one) for one in found] == ["rank 2 has size 3, and rank 0 has 2"]
+    assert sorted(one.number for one in carriers) == [0, 1], "the others are not held up"
+
+
 @pytest.mark.slow
 def test_an_engine_that_waits_hears_that_a_rank_is_gone() -> None:
     """No step is needed to notice: a server with nothing to do must not call itself ready for the next request."""

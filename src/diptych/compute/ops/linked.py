@@ -88,9 +88,12 @@ class Carrier:
                 raise ConfigError(f"there is a {place} already", hint="each rank has a number of its own")
             self._store.set(place, json.dumps({"version": VERSION, "size": self.size, "torch": torch.__version__}))
             self._store.wait(["refusal"], limit)
-            refusal = self._store.get("refusal").decode()
+            refusal, size = self._store.get("refusal").decode(), int(self._store.get("size"))
             self._store.set(f"heard {self.number}", "")
+            if not refusal and self.number >= size:  # rank 0 looks for nobody of that number
+                refusal = f"{place} has size {self.size}, and rank 0 has {size}"
         else:
+            self._store.set("size", str(self.size))
             refusal = self._refusal(limit)
             self._store.set("refusal", refusal)
             if refusal:  # the store goes with this process, and with it what the others would hear
