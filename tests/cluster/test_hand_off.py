@@ -17,7 +17,7 @@ from tests.engine.conftest import tiny_config
 from diptych.cluster.messages import Done, Parcel, Read, StopReading, ToWorker
 from diptych.compute.kv_store import KVPayload
 from diptych.engine.async_llm import AsyncLLM
-from diptych.engine.engine import OutputDelta
+from diptych.engine.engine import Engine, OutputDelta
 from diptych.engine.llm import LLM, Completion
 from diptych.engine.load import LoadedModel, bundled_dir, load
 from diptych.ground.config import SchedulerConfig
@@ -502,6 +502,29 @@ def test_a_pool_too_small_for_all_serves_all(loaded: LoadedModel) -> None:
     for one in got:
         account(one)
     cluster.check()
+
+
+def test_a_higher_priority_is_sooner_where_blocks_are_short(loaded: LoadedModel) -> None:
+    """Who waited for blocks to be held was served in order of arrival, whatever its priority."""
+    config = tiny_config("cpu", kv_memory_bytes=16 * loaded.model.kv_bytes_per_block(BLOCK))
+    for cluster in (LocalCluster(loaded, config), LocalCluster(loaded, config, prefill=0)):
+        engine, order = cluster.engine, list[str]()
+
+        def ask(name: str, prompt: list[int], priority: int, engine: Engine = engine, order: list[str] = order) -> None:
+            now_s = engine.clock.now_s()
+            request = engine.make_request(prompt, GREEDY, arrival_s=now_s, request_id=name, priority=priority)
+            engine.submit(request, lambda delta: None if name in order else order.append(name))
+
+        first, *others = prompts((200, 150, 160, 170))
+        ask("first", first, 0)
+        while not order:
+            engine.step()
+        for name, prompt, priority in zip(("usual", "lower", "higher"), others, (0, -5, 5), strict=True):
+            ask(name, prompt, priority)
+        while engine.n_open:
+            engine.step()
+        assert order == ["first", "higher", "usual", "lower"]
+        cluster.check()
 
 
 @pytest.mark.slow

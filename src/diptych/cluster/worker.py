@@ -14,7 +14,8 @@ computed here, and a counter says why: nothing that goes wrong on the way can ch
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from bisect import insort
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -40,6 +41,7 @@ from diptych.cluster.underway import Coming, Reading
 from diptych.cluster.worker_spans import WorkerSpans
 from diptych.compute.kv_store import KVPayload
 from diptych.control.blocks import chain, root_digest
+from diptych.control.policy import rank_of
 from diptych.control.stats import WorkerCounts
 from diptych.engine.load import Machinery
 from diptych.engine.spans import Spans
@@ -101,9 +103,8 @@ class Worker:
         self._stepper = Stepper(self.core, self._executor, clock, fold=self._fold, observe=machinery.observe)
         self._events: list[Event | Heard] = []
         self._step: StepBeginEvent | None = None  # in flight, or the last
-        self._unplaced: deque[tuple[float, Submit]] = (
-            deque()
-        )  # no blocks could be held for them yet, and until when to try
+        # no blocks could be held for them yet, and until when to try; in the order of the waiting line
+        self._unplaced: list[tuple[float, Submit]] = []
         self._coming: dict[str, Coming] = {}
         self._reading: dict[str, Reading] = {}
         self._read_of: dict[tuple[str, str], str] = {}  # (who wants it, its request) -> ours
@@ -206,7 +207,11 @@ class Worker:
         if submit.reader is None:
             self._resume(submit.hand_off)
         else:
-            self._unplaced.append((self._clock.now_s() + self._lease_s, submit))
+            insort(self._unplaced, (self._clock.now_s() + self._lease_s, submit), key=self._rank)
+
+    def _rank(self, unplaced: tuple[float, Submit]) -> float:
+        request = unplaced[1].hand_off.request
+        return rank_of(arrival_s=request.arrival_s, priority=request.priority, aging_s=self.core.config.aging_s)
 
     def _resume(self, hand_off: HandOff) -> None:
         try:
@@ -230,7 +235,7 @@ class Worker:
 
     def _on_cancel(self, cancel: Cancel) -> None:
         request_id, now_s = cancel.request_id, self._clock.now_s()
-        self._unplaced = deque(one for one in self._unplaced if one[1].hand_off.request.request_id != request_id)
+        self._unplaced = [one for one in self._unplaced if one[1].hand_off.request.request_id != request_id]
         coming = self._coming.pop(request_id, None)
         if coming is not None:
             self._stop_reader(coming)
@@ -270,18 +275,18 @@ class Worker:
         while self._unplaced:
             _, submit = self._unplaced[0]
             if submit.reader is None:
-                self._unplaced.popleft()
+                del self._unplaced[0]
                 self._resume(submit.hand_off)
                 continue
             try:
                 cached_tokens = self.core.reserve(submit.hand_off)
             except EngineError as error:
-                self._unplaced.popleft()
+                del self._unplaced[0]
                 self._fail(submit.hand_off, error)
                 continue
             if cached_tokens is None:
                 return
-            self._unplaced.popleft()
+            del self._unplaced[0]
             self._ask(submit, cached_tokens)
 
     def _ask(self, submit: Submit, cached_tokens: int) -> None:
@@ -457,9 +462,9 @@ class Worker:
             if coming.lease_s <= now_s:
                 self._lost_ends += coming.done is None and coming.is_complete
                 self._settle(request_id, coming.refused or ("missing" if coming.done is not None else "lease"))
-        while self._unplaced and self._unplaced[0][0] <= now_s:  # blocks are short: wait in line as anybody else
-            _, submit = self._unplaced.popleft()
-            self._resume(submit.hand_off)
+        for one in [one for one in self._unplaced if one[0] <= now_s]:  # blocks are short: wait in line as anybody else
+            self._unplaced.remove(one)
+            self._resume(one[1].hand_off)
 
     # Reading for others
 
