@@ -21,6 +21,7 @@ from diptych.engine.engine import Engine, OutputDelta
 from diptych.engine.llm import LLM, Completion
 from diptych.engine.load import LoadedModel, bundled_dir, load
 from diptych.ground.config import SchedulerConfig
+from diptych.ground.errors import CapacityError
 from diptych.ground.events import TokenEvent
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams, StructuredSpec
@@ -525,6 +526,31 @@ def test_a_higher_priority_is_sooner_where_blocks_are_short(loaded: LoadedModel)
             engine.step()
         assert order == ["first", "higher", "usual", "lower"]
         cluster.check()
+
+
+def test_the_waiting_line_is_bounded_where_blocks_are_short(loaded: LoadedModel) -> None:
+    """What waited for the worker that answers to hold blocks was counted as waiting by nobody, and never refused."""
+    config = tiny_config("cpu", kv_memory_bytes=16 * loaded.model.kv_bytes_per_block(BLOCK))
+    config = replace(config, scheduler=replace(config.scheduler, max_waiting_tokens=600))
+    cluster = LocalCluster(loaded, config)
+    engine, sampling = cluster.engine, replace(GREEDY, max_tokens=50, ignore_eos=True)
+
+    def ask() -> None:
+        for prompt in prompts((200,) * 20):
+            request = engine.make_request(prompt, sampling, arrival_s=engine.clock.now_s())
+            engine.submit(request, lambda delta: None)
+            for _ in range(3):
+                engine.step()
+
+    with pytest.raises(CapacityError, match=r"\d+ tokens are waiting; at most 600 may wait"):
+        ask()
+    stats = engine.stats()
+    assert 0 < stats.waiting < 20
+    assert stats.waiting_tokens == 250 * stats.waiting
+    while engine.n_open:
+        engine.step()
+    assert engine.stats().waiting_tokens == 0
+    cluster.check()
 
 
 @pytest.mark.slow

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from diptych.cluster.messages import Done, Read, Submit
+from diptych.control.loop import EngineCore
+from diptych.control.stats import CoreStats
 from diptych.ground.events import StepBeginEvent
+from diptych.ground.handoff import HandOff
 
 
 @dataclass(slots=True)
@@ -59,3 +63,17 @@ class Reading:
             self.step_id = step.step_id
             both = (self.predicted_s, step.predicted_s)
             self.predicted_s = None if None in both else sum(one or 0.0 for one in both)
+
+
+def stats_with(core: EngineCore, unplaced: Sequence[HandOff]) -> CoreStats:
+    """The core's numbers; those that wait for it to hold blocks wait as those in its line do, and weigh as much."""
+    stats, n_sequences, n_tokens = core.stats(), 0, 0
+    for one in unplaced:
+        prompt_tokens, n_open = len(one.request.prompt_token_ids), sum(t is not None for t in one.output_token_ids)
+        most = min(one.request.sampling.max_tokens, core.context_limit_tokens - prompt_tokens)
+        n_sequences, n_tokens = n_sequences + n_open, n_tokens + prompt_tokens + n_open * most
+    return (
+        replace(stats, waiting=stats.waiting + n_sequences, waiting_tokens=stats.waiting_tokens + n_tokens)
+        if unplaced
+        else stats
+    )

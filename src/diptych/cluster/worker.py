@@ -37,7 +37,7 @@ from diptych.cluster.messages import (
     ToWorker,
 )
 from diptych.cluster.slots import Mapped, Seat, Slots
-from diptych.cluster.underway import Coming, Reading
+from diptych.cluster.underway import Coming, Reading, stats_with
 from diptych.cluster.worker_spans import WorkerSpans
 from diptych.compute.kv_store import KVPayload
 from diptych.control.blocks import chain, root_digest
@@ -168,8 +168,8 @@ class Worker:
     def counts(self) -> WorkerCounts:
         """The numbers of this moment."""
         return WorkerCounts(
-            core=self.core.stats(),
-            receiving=len(self._coming) + len(self._unplaced),
+            core=stats_with(self.core, [one.hand_off for _, one in self._unplaced]),
+            receiving=len(self._coming),
             reading=len(self._reading),
             sent_tokens=self._sent_tokens,
             sent_bytes=self._sent_bytes,
