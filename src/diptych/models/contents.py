@@ -303,4 +303,6 @@ def part_of(name: str) -> str:
     """The part of the model that a tensor belongs to, by its name."""
     if ROPE_TENSOR.match(name):
         return "positions"
+    if "encoder.layers." in name:
+        name = name.replace(".mixer.", ".attention.")  # Jina 3's
     return next((part for mark, part in PARTS if mark in name), "other")
