@@ -136,6 +136,38 @@ def test_what_modelopt_says_in_a_file_beside_the_config_is_read(tmp_path: Path) 
         logits_of(path, backend="torch")
 
 
+BEFORE = {"bits": 4, "group_size": 32, "damp_percent": 0.01, "desc_act": False, "static_groups": False, "sym": True,
+          "true_sequential": True, "model_name_or_path": None, "model_file_base_name": "model"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "beside", "section"),
+    [
+        ("gptq-4", "quantize_config.json", BEFORE),
+        ("gptq-4-act-order", "quantize_config.json", {**BEFORE, "desc_act": True, "sym": False}),
+        ("awq", "quant_config.json", {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}),
+    ],
+)
+def test_what_autogptq_and_autoawq_said_beside_the_config_is_read(
+    kind: str, beside: str, section: dict[str, Any], tmp_path: Path
+) -> None:
+    """Folders of 2023 have it there alone; tensors of theirs were called missing."""
+    path = tmp_path / "it"
+    shutil.copytree(DATA / kind, path)
+    config = read_json(path / "config.json")
+    of_config = config.pop("quantization_config")
+    if of_config.get("checkpoint_format") == "gptq_v2":
+        section = {**section, "checkpoint_format": "gptq_v2"}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / beside).write_text(json.dumps(section))
+    got, expected = (logits_of(one, backend="torch", weights="fp32") for one in (path, DATA / kind))
+    assert torch.equal(got, expected)
+    assert contents_of(path).kept == contents_of(DATA / kind).kept
+    (path / beside).write_text(json.dumps({**section, "bits": 5, "w_bit": 5}))
+    with pytest.raises(LoadError, match=r"bits?.* is 5"):
+        logits_of(path, backend="torch")
+
+
 FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 

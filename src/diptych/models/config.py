@@ -57,6 +57,8 @@ SIZE_LIMITS = {
 }
 MODELOPT_FILE = "hf_quant_config.json"
 QUANTO_MAP = "quanto_qmap.json"
+# what AutoGPTQ and AutoAWQ wrote beside a config before transformers read of either there -> the method
+FILES_OF_METHODS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 SIZE_LIMIT = 2**31 - 1
 TEXT_SECTIONS = ("text_config", "llm_config")  # where wrappers have their decoder; the second in InternVL's own files
 WRITING_SECTION = "thinker_config"  # of a model that speaks, too: the wrapper around what writes
@@ -89,8 +91,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """A config.json, with what NVIDIA's older folders and quanto's say of their weights in a file beside it, and what some
-    wrappers say in the config of their decoder (Kimi K2.5).
+    """A config.json, with what older folders of NVIDIA's, AutoGPTQ's and AutoAWQ's and quanto's say of their weights in a file
+    beside it, and what some wrappers say in the config of their decoder (Kimi K2.5).
 
     LoadError as `read_json`.
     """
@@ -105,10 +107,13 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if quanto.is_file():
         return {**raw, "quantization_config": {"quant_method": "quanto", QUANTO_MAP: read_json(quanto)}}
     beside = path.with_name(MODELOPT_FILE)
-    if not beside.is_file():
-        return raw
-    section = HfConfig(read_json(beside), path=str(beside)).section("quantization")
-    return {**raw, "quantization_config": {**section.raw, "quant_method": "modelopt"}}
+    if beside.is_file():
+        section = HfConfig(read_json(beside), path=str(beside)).section("quantization")
+        return {**raw, "quantization_config": {**section.raw, "quant_method": "modelopt"}}
+    for name, method in FILES_OF_METHODS.items():
+        if path.with_name(name).is_file():
+            return {**raw, "quantization_config": {"quant_method": method, **read_json(path.with_name(name))}}
+    return raw
 
 
 class HfConfig:
