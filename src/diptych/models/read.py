@@ -298,9 +298,8 @@ def _canonical(config: HfConfig, family: Family) -> HfConfig:
         settled |= as_halves(settled, path)
     elif family.shares_blocks:
         settled |= as_asides(settled, path)
-    elif (
-        "local_attention" in family.keys and settled.get("sliding_window") is None
-    ):  # to either side, in what it was made of
+    elif "local_attention" in family.keys and settled.get("sliding_window") is None:
+        # to either side, in what it was made of
         settled["sliding_window"] = HfConfig(settled, path=path).integer("local_attention", low=2) // 2
     elif "cross_attention_layers" in family.keys:
         settled |= without_pictures(settled, path)
