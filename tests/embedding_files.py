@@ -148,10 +148,9 @@ def judge(path: Path) -> Any:
 def make_adapter(path: Path, base: Path, *, seed: int = 0) -> Path:
     """An adapter of random numbers for every projection of the model in a folder, as peft saves it."""
     import peft
-    import transformers
 
     quiet()
-    model = transformers.AutoModel.from_pretrained(base)
+    model = oracle(base)[0].auto_model
     config = peft.LoraConfig(task_type="FEATURE_EXTRACTION", target_modules=_projections(model), r=4, lora_alpha=6)
     adapted = peft.get_peft_model(model, config)
     generator = torch.Generator().manual_seed(seed)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.checkpoints import enliven
-from tests.embedding_files import oracle, quiet
+from tests.embedding_files import adapted_oracle, make_adapter, oracle, quiet
 from tests.encoder_files import unigram
 from tests.engine.conftest import tiny_config
 
@@ -82,6 +82,17 @@ def test_vectors_are_those_of_sentence_transformers(made: dict[str, Path], kind:
     np.testing.assert_allclose(vectors(llm, TEXTS), want, atol=2e-5)
     assert len(llm.loaded.tokenizer.encode(TEXTS[-1])) > 128
     assert np.abs(want[0] - want[1]).max() > 0.01
+
+
+@pytest.mark.parametrize("kind", ["t5", "flan"])
+def test_adapters_are_those_of_peft(made: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    """Blocks have layers of their own, so that the name of either alone says nothing."""
+    adapter = make_adapter(tmp_path / "adapter", made[kind])
+    want = adapted_oracle(made[kind], adapter).encode(TEXTS)
+    llm = LLM(made[kind], backend="torch", weights="fp32", kv="fp32", loras={"task": str(adapter)})
+    got = np.stack([one.vector for one in llm.embed(TEXTS, adapter="task")])
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    assert np.abs(got - vectors(llm, TEXTS)).max() > 0.01
 
 
 @pytest.mark.native

@@ -21,9 +21,8 @@ from diptych.ground.errors import LoadError
 from diptych.ground.formats import MADE_WEIGHTS
 
 PIECE_VALUES = 2**20  # quantised at one time, as fp32 in a core's cache
-READ_PIECES = (
-    16  # read at one time: codes of another program are taken out of their words whole, however few rows are asked for
-)
+# read at one time: codes of another program are taken out of their words whole, however few rows are asked for
+READ_PIECES = 16
 
 
 class MadeTensor(WeightTensor):
