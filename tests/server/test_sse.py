@@ -102,6 +102,33 @@ def test_a_reader_that_takes_nothing_is_cut_off_whatever_the_answer(kind: str, m
     assert closed == ([1] if kind == "stream" else [])
 
 
+def test_a_reader_that_is_slow_gets_all_of_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes more than twice as long as one may who reads nothing."""
+    monkeypatch.setattr(door, "SEND_TIMEOUT_S", 1.0)
+    large = b"x" * 16_000_000
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(large)(scope, receive, send)
+
+    async def run() -> int:
+        config = uvicorn.Config(app, http=door.BoundedHeaders, lifespan="off", log_level="error", loop="none")
+        server = uvicorn.Server(config)
+        with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as client:
+            serving = asyncio.ensure_future(server._serve([listener]))
+            client.setblocking(False)
+            loop, n_bytes = asyncio.get_running_loop(), 0
+            await loop.sock_connect(client, listener.getsockname())
+            await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            while some := await loop.sock_recv(client, 400_000):
+                n_bytes += len(some)
+                await asyncio.sleep(0.06)
+            server.should_exit = True
+            await serving
+            return n_bytes
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) > len(large)
+
+
 def test_events_are_one_line_of_utf8_and_errors_have_their_name() -> None:
     assert sse.event({"text": "é\n\r\u2028"}) == 'data: {"text":"é\\n\\r\u2028"}\n\n'.encode()
     error = sse.error_event(ApiError(500, "it broke", code="x"))

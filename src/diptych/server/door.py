@@ -123,9 +123,20 @@ class BoundedHeaders(HttpToolsProtocol):
             self._deadline = None
 
     def _wait_for_reader(self) -> None:
-        """Cut the connection if nothing is read: an answer that is not over then has no end that could be taken for its own."""
         self._stop_waiting()
-        self._unread = asyncio.get_running_loop().call_later(SEND_TIMEOUT_S, self.transport.abort)
+        self._unread = asyncio.get_running_loop().call_later(
+            SEND_TIMEOUT_S, self._look_at_reader, self.transport.get_write_buffer_size()
+        )
+
+    def _look_at_reader(self, n_bytes: int) -> None:
+        """Cut the connection if nothing was read of what waited, so many bytes; whoever reads slowly has as long again.
+
+        An answer that is not over then has no end that could be taken for its own.
+        """
+        if self.transport.get_write_buffer_size() < n_bytes:
+            self._wait_for_reader()
+        else:
+            self.transport.abort()
 
     def _stop_waiting(self) -> None:
         if self._unread is not None:
