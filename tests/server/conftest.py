@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from live_page import CHROMIUM
 from server_process import ServerProcess
 
 
@@ -18,6 +19,15 @@ def server() -> Iterator[ServerProcess]:
         code, errors = process.stop()
         assert code == 0, errors
         assert "Traceback" not in errors, errors
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[object]:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield opened
+        opened.close()
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import socket
-from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib import resources
 from itertools import pairwise
@@ -28,21 +26,8 @@ from diptych.ground.config import ComputeConfig
 from diptych.ground.shape import StepShape
 from diptych.metrics import StepRecord
 from diptych.server.live import MAX_FRAME_STEPS, MAX_WATCHERS, LiveFeed
+from live_page import HELLO, frame, needs_browser, step
 from server_process import ServerProcess
-
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[object]:
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        yield opened
-        opened.close()
 
 
 def test_the_page_asks_nothing_of_other_machines(http: httpx.Client) -> None:
@@ -218,8 +203,9 @@ def test_a_person_asks_what_would_have_been(
         page.route("**/what-if*", lambda route: route.abort())
         page.click("#what-if-ask")
         wait(page.locator("#what-if-note")).to_contain_text("the connection to the server is lost")
-        page.click("#what-if-close")
+        page.keyboard.press("Escape")
         wait(page.locator("#what-if")).to_be_hidden()
+        wait(button).to_be_focused()  # whoever came with the keyboard was sent to the top of the page
         assert problems == []
     finally:
         context.close()
@@ -334,33 +320,6 @@ def test_no_number_is_written_with_an_exponent(server: ServerProcess, browser: o
         assert written == ["0.50", "7", "99", "100", "10000", "12.3k", "999k", "1.00M", "1.00G"]
     finally:
         page.close()
-
-
-HELLO = {
-    "kind": "hello", "model": "m", "parameters": None, "backend": "b", "weights": "w", "kv": "k", "context_tokens": 9,
-    "load_s": None, "now_s": 0.0, "max_running": 4, "block_tokens": 32, "ceilings": None,
-}  # fmt: skip
-NOTHING = {"edges": [1.0], "counts": [0, 0]}
-ENDS = {"stop": 0, "length": 0, "abort": 0, "error": 0}
-
-
-def frame(now_s: float, requests: int, *steps: dict[str, Any], busy_s: float) -> dict[str, object]:
-    """What happened up to now_s, in the words of the feed; the open requests are r0, r1, ..."""
-    counts = {"prompt_tokens": 4, "computed_to": 4, "output_tokens": 1, "preemptions": 0}
-    names = ("computed_tokens", "cached_tokens", "output_tokens", "preemptions", "refused", "rejected")
-    return {
-        "kind": "frame", "now_s": now_s, "is_draining": False, "running": requests, "waiting": 0, "waiting_tokens": 0,
-        "blocks": [0, 0, 9], "steps": steps, "busy_s": busy_s, "finished": [],
-        "prefill_tokens": sum(one["p"] for one in steps), "decode_tokens": sum(one["d"] for one in steps),
-        "requests": [{"id": f"r{i}", "arrival_s": i / 10} | counts for i in range(requests)],
-        "ttft_s": NOTHING, "itl_s": NOTHING, "totals": dict.fromkeys(names, 0) | {"finished": ENDS},
-    }  # fmt: skip
-
-
-def step(at_s: float, *ids: str, prompt: str | None = None) -> dict[str, Any]:
-    """One that decodes these, and reads another's prompt."""
-    chunks = [] if prompt is None else [[prompt, 4, 0]]
-    return {"t": at_s, "s": 0.1, "p": 4 * len(chunks), "d": len(ids), "g": [3, 1], "chunks": chunks, "seqs": ids}
 
 
 @pytest.mark.browser

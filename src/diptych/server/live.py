@@ -134,6 +134,7 @@ class LiveFeed:
             "stall_budget_s": config.stall_budget_s,
             "keeps_minutes": self._keeps_minutes,
             "now_s": self._desk.now_s(),
+            **self._distributions(),
         }
 
     def _ceilings(self) -> dict[str, float] | None:
@@ -169,10 +170,10 @@ class LiveFeed:
             "busy_s": frame.busy_s,
             "preempted": frame.preempted,
             "steps": steps,
+            "n_requests": len(telemetry.records),
             "requests": self._open_requests(),
             "finished": frame.finished[-MAX_LISTED_REQUESTS:],
-            "ttft_s": _distribution(telemetry.ttft_s),
-            "itl_s": _distribution(telemetry.itl_s),
+            **self._distributions(),
             "totals": {
                 "output_tokens": telemetry.output_tokens,
                 "computed_tokens": telemetry.computed_tokens,
@@ -184,6 +185,11 @@ class LiveFeed:
                 "rejected": sum(n for status, n in telemetry.refused.items() if status.startswith("4")),
             },
         }
+
+    def _distributions(self) -> dict[str, Any]:
+        """Since the server's start; in `hello`, what a page takes off for its own time."""
+        telemetry = self._desk.telemetry
+        return {"ttft_s": _distribution(telemetry.ttft_s), "itl_s": _distribution(telemetry.itl_s)}
 
     def _open_requests(self) -> list[dict[str, Any]]:
         records = list(self._desk.telemetry.records.values())

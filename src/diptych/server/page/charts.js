@@ -60,7 +60,7 @@ function roundStep(span, parts) {
   return decade * [1, 2, 5, 10].find((times) => times * decade >= least * 0.999);
 }
 
-const LABELS = 86;
+const LABELS = 92;
 
 // steps: [{n, t, s, p, d, chunks: [[id, tokens, cached]], seqs: [id]}] in order; lanes: request ids, newest first;
 // times are told from `origin` on: the left end, or now; the step at the pointer, or else the chosen one, is framed and returned
@@ -115,6 +115,7 @@ export function drawTimeline(canvas, { steps, lanes, from, span, origin, pointer
     }
     if (step === chosen || (pointer !== null && pointer >= start - 1 && pointer <= start + wide + 1)) pointed = step;
   }
+  if (!steps.some((step) => step.t + step.s >= from)) context.fillText("no step has ended in this time", left + 4, top + 40);
   if (pointed !== null) {
     context.strokeStyle = colour.ink;
     context.strokeRect(Math.max(left, x(pointed.t)), top - 2, Math.max(2, x(pointed.t + pointed.s) - x(pointed.t)), height - top);
@@ -122,8 +123,25 @@ export function drawTimeline(canvas, { steps, lanes, from, span, origin, pointer
   return pointed;
 }
 
-// series: [{colour, values}], one value for each of `times`, newest last, on one scale; the width is `seconds` up to the newest
-export function drawRates(canvas, series, times, seconds) {
+// `name` per second in each of the frames [{elapsed, busy, ...}], newest last: what a step did is told when it ends, and one that took
+// longer than a frame was at it in the frames before, too
+export function perSecond(frames, name) {
+  const rates = frames.map(() => 0);
+  frames.forEach((one, place) => {
+    const worked = Math.max(one.elapsed, one.busy);
+    let left = worked;
+    for (let at = place; at >= 0 && left > 0; at -= 1) {
+      const part = Math.min(left, frames[at].elapsed);
+      rates[at] += ((one[name] / worked) * part) / frames[at].elapsed;
+      left -= part;
+    }
+  });
+  return rates;
+}
+
+// series: [{colour, values}], one value for each of `times`, newest last, on one scale; the width is `seconds` up to the newest;
+// lines begin anew where `breaks` says so
+export function drawRates(canvas, series, times, breaks, seconds) {
   const { context, width, height } = begin(canvas);
   const colour = colours();
   const bottom = height - 14;
@@ -143,7 +161,7 @@ export function drawRates(canvas, series, times, seconds) {
     one.values.forEach((value, place) => {
       const px = width * (1 - (times[times.length - 1] - times[place]) / seconds);
       const py = bottom - (value / highest) * (bottom - 6);
-      if (place === 0) context.moveTo(px, py);
+      if (place === 0 || breaks[place]) context.moveTo(px, py);
       else context.lineTo(px, py);
     });
     context.stroke();

@@ -1,5 +1,5 @@
 // The live page: one event stream in, everything on the page redrawn from it four times a second.
-import { drawDistribution, drawRates, drawTimeline, label, milliseconds, quantile, short } from "./charts.js";
+import { drawDistribution, drawRates, drawTimeline, label, milliseconds, perSecond, quantile, short } from "./charts.js";
 import { setUpTry } from "./try.js";
 import { setUpWhatIf } from "./whatif.js";
 import { drawWorkers } from "./workers.js";
@@ -10,18 +10,34 @@ const LEAST_RATE_S = 10;
 const MEAN_FRAMES = 8; // that the numbers of right now are the mean of: one alone is 0 or too much where a step is longer
 const PAUSE_S = 2; // without a step: what comes after is a new piece of work
 const MAX_LANES = 16;
+const MAX_OPEN_ROWS = 28;
 const RETRY_S = 5;
+const LEAVE_S = 3; // that a page is out of sight before it leaves the feed
 const el = (id) => document.getElementById(id);
 const state = { hello: null, frame: null, steps: [], seen: new Map(), nSeen: 0, finished: [], rates: [], span: null, pointer: null, chosen: null, refused: [], lastAt: null };
+
+// a browser that keeps nothing for pages raises at the name alone
+function keptTheme(...name) {
+  try {
+    if (name.length > 0) localStorage.setItem("theme", name[0]);
+    return localStorage.getItem("theme");
+  } catch {
+    return null;
+  }
+}
 
 function setTheme(name) {
   document.documentElement.dataset.theme = name;
   if (state.frame) redraw();
 }
 const preferred = window.matchMedia("(prefers-color-scheme: dark)");
-setTheme(preferred.matches ? "dark" : "light");
-preferred.addEventListener("change", () => setTheme(preferred.matches ? "dark" : "light"));
-el("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+const wantedTheme = () => keptTheme() ?? (preferred.matches ? "dark" : "light");
+setTheme(wantedTheme());
+preferred.addEventListener("change", () => setTheme(wantedTheme()));
+el("theme").addEventListener("click", () => {
+  setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
+  keptTheme(document.documentElement.dataset.theme);
+});
 
 let source = null;
 let played = 0; // files so far: one that is opened takes the place of the one before
@@ -51,7 +67,7 @@ async function replay(file) {
   source.close();
   played += 1;
   const turn = played;
-  Object.assign(state, { frame: null, finished: [] });
+  Object.assign(state, { hello: null, frame: null }); // nothing of the server's
   let before = events[0].now_s;
   for (const data of events) {
     await new Promise((done) => setTimeout(done, Math.min(2, data.now_s - before) * 1e3));
@@ -64,14 +80,25 @@ async function replay(file) {
 }
 
 function connect() {
+  if (played > 0 || document.hidden || (source !== null && source.readyState !== EventSource.CLOSED)) return;
   source = new EventSource("live");
   source.onmessage = (message) => receive(JSON.parse(message.data));
   source.onerror = () => {
     const isRefused = source.readyState === EventSource.CLOSED; // the browser has given up: too many pages, a proxy without its server
     setStatus(`connection ${isRefused ? "refused" : "lost"}, trying again`, "lost");
-    if (isRefused) setTimeout(() => { if (played === 0) connect(); }, RETRY_S * 1e3);
+    document.body.classList.add("stale");
+    if (isRefused) setTimeout(connect, RETRY_S * 1e3);
   };
 }
+
+// a browser has six connections to a server for all its pages: with one held by each, the seventh never came, and no prompt was sent
+let leaving = null;
+document.addEventListener("visibilitychange", () => {
+  clearTimeout(leaving);
+  if (played > 0) return;
+  if (document.hidden) leaving = setTimeout(() => source?.close(), LEAVE_S * 1e3);
+  else connect();
+});
 
 function setStatus(text, kind) {
   tell("status", text);
@@ -84,12 +111,13 @@ function tell(id, text) {
 }
 
 function greet(hello) {
-  if (hello.load_s !== state.hello?.load_s) state.finished = []; // another process, which knows nothing of them
+  // another process knows nothing of what one before did, and has a clock of its own
+  if (state.hello === null || hello.load_s !== state.hello.load_s || hello.now_s < state.lastAt) {
+    state.seen.clear();
+    Object.assign(state, { finished: [], steps: [], chosen: null, rates: [] });
+  }
+  document.body.classList.remove("stale");
   state.hello = hello;
-  state.steps = [];
-  state.seen.clear();
-  state.chosen = null;
-  state.rates = [];
   state.refused = [];
   state.lastAt = null;
   const size = hello.parameters === null ? "" : ` · ${short(hello.parameters)} parameters`; // neither is told of a simulation
@@ -101,7 +129,10 @@ function greet(hello) {
 function take(frame) {
   // the first may hold what other pages have waited for
   const elapsed = state.lastAt === null ? Math.max(0.25, frame.now_s - state.hello.now_s) : Math.max(0.05, frame.now_s - state.lastAt);
+  const isFirst = state.lastAt === null;
   state.lastAt = frame.now_s;
+  const told = isFirst ? state.hello : state.frame;
+  const before = [told.ttft_s?.counts, told.itl_s?.counts]; // a simulation begins with none
   state.frame = frame;
   if (played === 0) setStatus(frame.is_draining ? "draining" : "live", frame.is_draining ? "lost" : "live");
   state.steps.push(...frame.steps);
@@ -118,7 +149,7 @@ function take(frame) {
   state.refused.splice(0, Math.max(0, state.refused.length - 40));
   state.finished.push(...frame.finished);
   state.finished.splice(0, Math.max(0, state.finished.length - 12));
-  state.rates.push({ at: frame.now_s, elapsed, prefill: frame.prefill_tokens, decode: frame.decode_tokens, busy: frame.busy_s });
+  state.rates.push({ at: frame.now_s, elapsed, prefill: frame.prefill_tokens, decode: frame.decode_tokens, busy: frame.busy_s, isFirst, before });
   while (state.rates[0].at < frame.now_s - RATE_S) state.rates.shift();
   redraw();
 }
@@ -128,12 +159,25 @@ function see(id, at) {
   state.seen.set(id, { at, number: state.seen.get(id)?.number ?? (state.nSeen += 1) });
 }
 
-// per second, of the last frames together
+// per second, of the last frames together: of those up to the last step's end while another is on its way, as what it does is told when it ends
 function rateNow(name) {
-  const kept = state.rates.slice(-MEAN_FRAMES);
-  const sum = (what) => kept.reduce((all, one) => all + one[what], 0);
-  return sum(name) / sum("elapsed");
+  const last = state.steps[state.steps.length - 1];
+  const isInStep = last !== undefined && state.frame.running > 0 && state.frame.now_s - last.t - last.s < Math.max(1, 2 * last.s);
+  let end = state.rates.length;
+  while (isInStep && end > 1 && state.rates[end - 1].busy === 0) end -= 1;
+  const from = Math.max(0, end - MEAN_FRAMES);
+  const rates = perSecond(state.rates.slice(0, end), name).slice(from);
+  const elapsed = state.rates.slice(from, end).map((one) => one.elapsed);
+  return rates.reduce((all, rate, place) => all + rate * elapsed[place], 0) / elapsed.reduce((all, one) => all + one, 0);
 }
+
+// what the last minute has added to a distribution that counts from the start on
+function lately(distribution, place) {
+  const before = state.rates[0].before[place];
+  return before === undefined ? distribution : { edges: distribution.edges, counts: distribution.counts.map((count, at) => count - before[at]) };
+}
+
+const measured = (distribution) => distribution.counts.reduce((sum, count) => sum + count, 0);
 
 function redraw() {
   if (document.hidden || state.frame === null || state.hello === null) return;
@@ -143,17 +187,20 @@ function redraw() {
   drawBlocks(frame);
   drawWorkers(frame);
   const times = state.rates.map((one) => one.at);
-  const series = ["prefill", "decode"].map((name) => ({ colour: name, values: state.rates.map((one) => one[name] / one.elapsed) }));
-  drawRates(el("rates"), series, times, Math.max(LEAST_RATE_S, frame.now_s - times[0]));
+  const series = ["prefill", "decode"].map((name) => ({ colour: name, values: perSecond(state.rates, name) }));
+  drawRates(el("rates"), series, times, state.rates.map((one) => one.isFirst), Math.max(LEAST_RATE_S, frame.now_s - times[0]));
   drawDistribution(el("ttft-chart"), frame.ttft_s, "prefill");
   drawDistribution(el("itl-chart"), frame.itl_s, "decode");
-  for (const [name, distribution] of [["ttft", frame.ttft_s], ["itl", frame.itl_s]]) {
-    const n = distribution.counts.reduce((sum, count) => sum + count, 0);
-    const shares = [0.5, 0.95, 0.99].map((share) => milliseconds(quantile(distribution, share)));
-    el(`${name}-text`).textContent = n === 0 ? "" : `p50 ${shares[0]} · p95 ${shares[1]} · p99 ${shares[2]} · ${short(n)} measured`;
-    el(name).textContent = n === 0 ? "-" : shares[0];
-    el(`${name}-note`).textContent = n === 0 ? "nothing yet" : `p50 · p95 ${shares[1]}`;
-  }
+  [["ttft", frame.ttft_s], ["itl", frame.itl_s]].forEach(([name, distribution], place) => {
+    const shares = (of) => [0.5, 0.95, 0.99].map((share) => milliseconds(quantile(of, share)));
+    const [p50, p95, p99] = shares(distribution);
+    const n = measured(distribution);
+    el(`${name}-text`).textContent = n === 0 ? "" : `p50 ${p50} · p95 ${p95} · p99 ${p99} · ${short(n)} measured`;
+    const recent = lately(distribution, place);
+    const [now, high] = shares(recent);
+    el(name).textContent = now;
+    el(`${name}-note`).textContent = measured(recent) === 0 ? "none in the last minute" : `p50 of the last minute · p95 ${high}`;
+  });
   drawRequests(frame);
 }
 
@@ -243,7 +290,10 @@ function drawBlocks(frame) {
 }
 
 function drawRequests(frame) {
-  const rows = frame.requests.map((one) => {
+  const open = frame.requests.slice(0, MAX_OPEN_ROWS);
+  const nOpen = frame.n_requests ?? frame.requests.length; // an older file does not tell
+  el("requests-text").textContent = `${nOpen} open${nOpen > open.length ? `, the oldest ${open.length} of them shown` : ""}`;
+  const rows = open.map((one) => {
     const isReading = one.output_tokens === 0;
     const stateWord = isReading ? (one.computed_to > 0 ? "prefill" : "waiting") : "decode";
     const note = one.preemptions > 0 ? `${stateWord}, preempted ${one.preemptions}x` : stateWord;
@@ -254,15 +304,14 @@ function drawRequests(frame) {
   const canAsk = state.hello.keeps_minutes && played === 0; // of a file's requests the server knows nothing
   el("requests-hint").hidden = state.finished.length === 0 || !canAsk;
   const body = el("requests").tBodies[0];
-  const shown = rows.slice(0, 40);
-  const keys = new Set(shown.map(([key]) => key));
+  const keys = new Set(rows.map(([key]) => key));
   const lines = new Map([...body.rows].map((line) => [line.dataset.key, line]));
   for (const [key, line] of lines) if (!keys.has(key)) line.remove();
-  shown.forEach(([key, ...cells], place) => {
+  rows.forEach(([key, ...cells], place) => {
     const line = lines.get(key) ?? document.createElement("tr");
     line.dataset.key = key;
     if (body.rows[place] !== line) body.insertBefore(line, body.rows[place] ?? null);
-    fillRow(line, cells, canAsk && place >= frame.requests.length);
+    fillRow(line, cells, canAsk && place >= open.length);
   });
 }
 

@@ -37,6 +37,12 @@ function say(text, isError = false) {
   el("try-note").textContent = text;
 }
 
+// columns of code and of tables stand under each other only in a type of one width
+function write(answer, text) {
+  answer.append(text);
+  if (/[`|]/.test(text) && /^(```|\|[ :|-]+\|)/m.test(answer.textContent)) answer.classList.add("fixed");
+}
+
 // the reason why the answer ended, where this chunk tells one
 function show(chunk) {
   if (chunk.error) throw new Error(chunk.error.message);
@@ -50,8 +56,7 @@ function show(chunk) {
       el("try-reasoning").append(delta.reasoning_content);
     }
     // appended: a text written anew with every token is read aloud from its beginning, and loses what was selected in it
-    if (delta.content) el("try-answer").append(delta.content);
-    if (delta.tool_calls) el("try-answer").append(JSON.stringify(delta.tool_calls));
+    if (delta.content) write(el("try-answer"), delta.content);
   }
   if (chunk.timings) report(chunk.usage, chunk.timings);
   return reason;
@@ -92,8 +97,14 @@ function report(usage, timings) {
   const own = timings.diptych;
   const all = Math.max(1e-6, own.queue_ms + own.prefill_ms + own.transfer_ms + own.decode_ms);
   const text = (ms) => (ms === null ? "-" : milliseconds(ms / 1e3));
-  const phases = make("div", { className: "phases" }, bar("queue", own.queue_ms, all), bar("prefill", own.prefill_ms, all), ...(own.transfer_ms > 0 ? [bar("transfer", own.transfer_ms, all)] : []), bar("decode", Math.max(0, own.decode_ms - own.stall_ms), all), bar("stall", own.stall_ms, all));
-  const line = `first token after ${text(own.ttft_ms)} = queue ${text(own.queue_ms)} + prefill ${text(own.prefill_ms)}${own.transfer_ms > 0 ? ` + transfer ${text(own.transfer_ms)}` : ""} · decode ${text(own.decode_ms)}${own.stall_ms > 0 ? `, of it stalled ${text(own.stall_ms)}` : ""}`;
+  const parts = [["queue", own.queue_ms], ["prefill", own.prefill_ms], ["transfer", own.transfer_ms], ["decode", own.decode_ms - own.stall_ms], ["stall", own.stall_ms]];
+  const phases = make("div", { className: "phases" }, ...parts.filter(([, ms]) => ms > 0).map(([name, ms]) => bar(name, ms, all)));
+  const named = (name, word, ms) => make("span", {}, make("i", { className: name }), `${word} ${text(ms)}`);
+  const line = [
+    `first token after ${text(own.ttft_ms)} = `, named("queue", "queue", own.queue_ms), " + ", named("prefill", "prefill", own.prefill_ms),
+    ...(own.transfer_ms > 0 ? [" + ", named("transfer", "transfer", own.transfer_ms)] : []), " · ", named("decode", "decode", own.decode_ms),
+    ...(own.stall_ms > 0 ? [", of it ", named("stall", "stalled", own.stall_ms)] : []),
+  ];
   const head = ["", "tokens", "measured", "rate", "predicted of its steps", "ceiling allows"];
   const rows = [
     ["prefill", `${timings.prompt_n} (+${timings.cache_n} cached)`, text(own.prefill_ms), `${short(timings.prompt_per_second)} tok/s`, text(own.predicted.prefill_ms), text(own.roofline.prefill_ms)],
@@ -108,10 +119,16 @@ function report(usage, timings) {
   });
   const table = (titles, lines) => make("div", { className: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, ...titles.map((title) => make("th", {}, title)))), make("tbody", {}, ...lines.map((cells) => make("tr", {}, ...cells.map((cell) => make("td", {}, cell)))))));
   el("try-report").replaceChildren(
-    make("h3", {}, "where the time went"), phases, make("p", { className: "note" }, line), table(head, rows),
+    make("h3", {}, "where the time went"), phases, make("p", { className: "legend parts" }, ...line), table(head, rows),
     ...(own.predicted.reason === null ? [] : [make("p", { className: "note" }, `no prediction: ${own.predicted.reason}`)]),
     make("h3", {}, "time to first token by part of the prompt"), table(["part", "tokens", "cached", "prefill", ""], segments),
   );
+}
+
+// not `disabled`: whoever is at a button with the keyboard would be sent to the top of the page
+function setBusy(isBusy) {
+  el("try-send").setAttribute("aria-disabled", isBusy);
+  el("try-stop").setAttribute("aria-disabled", !isBusy);
 }
 
 export function setUpTry() {
@@ -120,15 +137,20 @@ export function setUpTry() {
   const showUse = () => { el("try-system").disabled = !chat.checked; }; // a prompt alone has no system message
   chat.addEventListener("change", showUse);
   showUse();
-  el("try-stop").addEventListener("click", () => controller?.abort());
+  const stop = () => controller?.abort();
+  el("try-stop").addEventListener("click", stop);
+  el("try").addEventListener("keydown", (press) => {
+    if (press.key === "Escape") stop();
+    else if (press.key === "Enter" && (press.ctrlKey || press.metaKey)) el("try").requestSubmit();
+  });
   el("try").addEventListener("submit", async (submit) => {
     submit.preventDefault();
     if (controller !== null) return;
     controller = new AbortController();
-    el("try-send").disabled = true;
-    el("try-stop").disabled = false;
+    setBusy(true);
     say("waiting for the first token");
     el("try-answer").textContent = "";
+    el("try-answer").classList.remove("fixed");
     el("try-reasoning").textContent = "";
     el("try-reasoning").hidden = true;
     el("try-report").replaceChildren();
@@ -139,8 +161,7 @@ export function setUpTry() {
       else say(words(error), true);
     } finally {
       controller = null;
-      el("try-send").disabled = false;
-      el("try-stop").disabled = true;
+      setBusy(false);
     }
   });
 }

@@ -12,10 +12,19 @@ export function setUpWhatIf() {
   });
   el("what-if-form").addEventListener("submit", (submit) => {
     submit.preventDefault();
+    if (el("what-if-ask").ariaDisabled === "true") return;
     const change = el("what-if-change").value.trim();
     ask(asked, change ? [change] : []);
   });
-  el("what-if-close").addEventListener("click", () => { el("what-if").hidden = true; asked = null; });
+  el("what-if-close").addEventListener("click", close);
+  el("what-if").addEventListener("keydown", (press) => { if (press.key === "Escape") close(); });
+}
+
+// back to the line that it was asked from, for whoever came with the keyboard
+function close() {
+  el("what-if").hidden = true;
+  [...el("requests").querySelectorAll("button")].find((one) => one.dataset.request === asked)?.focus();
+  asked = null;
 }
 
 async function ask(id, changes) {
@@ -25,7 +34,7 @@ async function ask(id, changes) {
   el("what-if-note").className = "quiet note";
   el("what-if-note").textContent = "running its minutes again";
   el("what-if-rows").replaceChildren();
-  el("what-if-ask").disabled = true;
+  el("what-if-ask").setAttribute("aria-disabled", true); // a focused button that is disabled has the focus no more
   const query = changes.map((one) => `change=${encodeURIComponent(one)}`).join("&");
   try {
     const answer = await fetch(`v1/requests/${encodeURIComponent(id)}/what-if?${query}`);
@@ -36,7 +45,7 @@ async function ask(id, changes) {
   } catch (error) {
     if (asked === id) refuse(words(error));
   } finally {
-    el("what-if-ask").disabled = false;
+    if (asked === id) el("what-if-ask").setAttribute("aria-disabled", false);
   }
 }
 

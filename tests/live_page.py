@@ -1,0 +1,39 @@
+"""What tests of the live page share: the browser's path, and a feed in the words of `/live`."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)")
+
+HELLO = {
+    "kind": "hello", "model": "m", "parameters": None, "backend": "b", "weights": "w", "kv": "k", "context_tokens": 9,
+    "load_s": None, "now_s": 0.0, "max_running": 4, "block_tokens": 32, "ceilings": None,
+}  # fmt: skip
+NOTHING = {"edges": [1.0], "counts": [0, 0]}
+ENDS = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+
+
+def frame(now_s: float, requests: int, *steps: dict[str, Any], busy_s: float) -> dict[str, object]:
+    """What happened up to now_s, in the words of the feed; the open requests are r0, r1, ..."""
+    counts = {"prompt_tokens": 4, "computed_to": 4, "output_tokens": 1, "preemptions": 0}
+    names = ("computed_tokens", "cached_tokens", "output_tokens", "preemptions", "refused", "rejected")
+    return {
+        "kind": "frame", "now_s": now_s, "is_draining": False, "running": requests, "waiting": 0, "waiting_tokens": 0,
+        "blocks": [0, 0, 9], "steps": steps, "busy_s": busy_s, "finished": [],
+        "prefill_tokens": sum(one["p"] for one in steps), "decode_tokens": sum(one["d"] for one in steps),
+        "requests": [{"id": f"r{i}", "arrival_s": i / 10} | counts for i in range(requests)],
+        "ttft_s": NOTHING, "itl_s": NOTHING, "totals": dict.fromkeys(names, 0) | {"finished": ENDS},
+    }  # fmt: skip
+
+
+def step(at_s: float, *ids: str, prompt: str | None = None) -> dict[str, Any]:
+    """One that decodes these, and reads another's prompt."""
+    chunks = [] if prompt is None else [[prompt, 4, 0]]
+    return {"t": at_s, "s": 0.1, "p": 4 * len(chunks), "d": len(ids), "g": [3, 1], "chunks": chunks, "seqs": ids}
