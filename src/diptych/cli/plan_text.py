@@ -355,7 +355,7 @@ def show_comparison(plans: Iterable[Plan]) -> None:
 
 def _spread(report: PhasePlan) -> str:
     scale, unit = (1.0, "s") if report.predicted_s >= 1.0 else (1e3, "ms")
-    low, middle, high = (f"{value * scale:.3g}" for value in (report.low_s, report.predicted_s, report.high_s))
+    low, middle, high = (_ratio(value * scale) for value in (report.low_s, report.predicted_s, report.high_s))
     return f"[bold]{middle} {unit}[/bold] ({low}-{high})"
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 PIPED_COLUMNS = 120  # width of tables that go to a file or a pipe
+WHOLE_NUMBER = 9  # characters of a cell that stays whole: a number with its unit
+WHOLE_UNIT = 11  # and what may stand beside it, such as an interval
 
 
 class _Console(Console):
@@ -21,9 +24,47 @@ class _Console(Console):
 
 
 def page() -> Console:
-    """Standard output, as wide as the terminal."""
-    width = None if sys.stdout.isatty() else PIPED_COLUMNS
-    return _Console(highlight=False, soft_wrap=True, width=width)
+    """Standard output, as wide as the terminal, where lines break between words; in a file or a pipe lines stay whole."""
+    is_read = sys.stdout.isatty()
+    return _Console(highlight=False, soft_wrap=not is_read, width=None if is_read else PIPED_COLUMNS)
+
+
+class _PlainTable(Table):
+    """On a narrow terminal the gaps go, then headings and long cells break between words, then names; numbers stay whole."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.__rich_measure__(console, options).maximum > options.max_width:
+            self.padding = 0
+            self._fit(console, options.max_width - len(self.columns) - 1)
+        yield from super().__rich_console__(console, options)
+
+    def _fit(self, console: Console, room: int) -> None:
+        columns = [
+            [console.render_str(str(cell)).plain for cell in (column.header, *column.cells)] for column in self.columns
+        ]
+        for whole, whole_name in (
+            (WHOLE_NUMBER + WHOLE_UNIT, True),
+            (WHOLE_NUMBER, True),
+            (WHOLE_NUMBER, False),
+            (0, False),
+        ):
+            widths = [
+                _least_width(cells, room if place == 0 and whole_name else whole) for place, cells in enumerate(columns)
+            ]
+            if sum(widths) <= room:
+                break
+        else:
+            return  # rich divides what there is
+        for column, cells, width in zip(self.columns, columns, widths, strict=True):
+            more = min(room - sum(widths), max(map(len, cells)) - width)
+            column.width, room = width + more, room - more
+        self.columns[0].no_wrap = whole_name
+
+
+def _least_width(cells: Sequence[str], whole: int) -> int:
+    """What a column needs where cells of up to so many characters stay whole; the first cell is the heading."""
+    kept = [cell for cell in cells[1:] if len(cell) <= whole]
+    return max(map(len, (*kept, *(word for cell in cells for word in cell.split()))), default=0)
 
 
 def amount(value: float) -> str:
@@ -45,7 +86,7 @@ def duration(seconds: float | None) -> str:
 
 def plain_table(title: str, *columns: str) -> Table:
     """Left the names, right the numbers."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    made = _PlainTable(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
         made.add_column(column, justify="left" if i == 0 else "right", no_wrap=i == 0, overflow="fold")
     return made
