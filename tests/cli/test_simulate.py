@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from diptych.cli.simulate import app, seconds
+from diptych.cli.simulate_picture import busy_shares
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.sim.journal import head_line
+from diptych.sim.statistics import Bin, Timeline
 
 SERVICE = ["llama-3.1-8b", "--hardware", "h100-80gb-sxm"]
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
@@ -204,6 +207,14 @@ def test_a_picture_without_an_ending_is_the_file_that_was_named(tmp_path: Path) 
     """It said "picture: p" and wrote p.png."""
     app([*SERVICE, "--rate", "8/s", "--requests", "9", "--picture", str(tmp_path / "p")])
     assert (tmp_path / "p").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_no_stretch_of_a_picture_is_more_than_full() -> None:
+    """Steps counted where they ended: a stretch was 108 % busy, and the one before less than it was."""
+    bins = [Bin(prefill_s=1.0), Bin(), Bin(mixed_s=3.0, decode_s=1.0), Bin(decode_s=1.0)]
+    report = Mock(timeline=Timeline(bin_s=2.0, bins=bins), service=Mock(n_engines=1))
+    shares = [[0.5, 0.0, 0.0, 0.0], [0.0, 0.75, 0.75, 0.0], [0.0, 0.25, 0.25, 0.5]]
+    assert busy_shares(report) == [pytest.approx(part) for part in shares]
 
 
 def test_a_picture_of_a_service_that_refuses_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

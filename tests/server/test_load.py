@@ -7,13 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from diptych.cli.bench_serve import app
 from diptych.ground.errors import ConfigError
 from diptych.lab.http_client import HttpClient
 from diptych.lab.load import WORDS, LoadConfig, SentRequest, bodies, carries_output, run_load, summarize
-from diptych.lab.load_picture import draw
+from diptych.lab.load_picture import draw, draw_rate
 from server_process import ServerProcess
 
 
@@ -154,6 +155,14 @@ def test_a_picture_without_an_ending_is_the_file_that_was_named(tmp_path: Path) 
     """It was written beside it, to another name."""
     draw([outcome(0, due_s=0.0, events=[1.0])], {"output_tokens_per_s": None, "wall_s": 1.0}, tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_bars_of_a_rate_are_as_large_as_what_they_count() -> None:
+    """They lay between the first and the last event, and were divided by parts of the whole run: of a tenth of it, a tenth."""
+    axes = Figure().subplots()
+    draw_rate(axes, [outcome(n, due_s=4.0, events=[5.0 + n / 10, 5.5, 6.0]) for n in range(4)])
+    assert sum(bar.get_height() * bar.get_width() for bar in axes.patches) == pytest.approx(12)
+    assert axes.patches[0].get_x() == pytest.approx(0.0, abs=1e-9)
 
 
 def test_the_command_writes_json_and_a_picture(server: ServerProcess, tmp_path: Path) -> None:

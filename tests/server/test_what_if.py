@@ -87,6 +87,10 @@ def test_the_command_asks_a_server(http: httpx.Client, server: ServerProcess) ->
     assert told.exit_code == 0, told.output
     for word in ("measured", "run again as it was", "its prompt cached", "TTFT", "trust the others as far"):
         assert word in told.output
+    usual = CliRunner().invoke(app, ["--request", name, "--url", server.url])
+    table = [line for line in usual.output.splitlines() if line.startswith("  ")]
+    assert len(table) == 8
+    assert max(map(len, table)) <= 80, "columns wrapped on a terminal"
 
 
 def test_the_command_asks_a_recording(tmp_path: Path) -> None:

@@ -36,10 +36,24 @@ def _times(report: Report) -> list[float]:
     return [(i + 0.5) * report.timeline.bin_s for i in range(len(report.timeline.bins))]
 
 
-def _busy(axes: Axes, report: Report) -> None:
-    """Steps count where they end, so a stretch may hold a little more than itself."""
+def busy_shares(report: Report) -> list[list[float]]:
+    """Of each stretch of the engines' time, by what steps held: prefill, both, decode.
+
+    Steps count where they end: what is more than the stretch was spent in the one before.
+    """
     bins, whole_s = report.timeline.bins, report.timeline.bin_s * report.service.n_engines
     parts = [[getattr(one, f"{name}_s") / whole_s for one in bins] for name in ("prefill", "mixed", "decode")]
+    for place in range(len(bins) - 1, -1, -1):
+        kept = min(1.0, 1.0 / max(sum(part[place] for part in parts), 1e-12))
+        for part in parts:
+            if place > 0:
+                part[place - 1] += part[place] * (1.0 - kept)
+            part[place] *= kept
+    return parts
+
+
+def _busy(axes: Axes, report: Report) -> None:
+    parts = busy_shares(report)
     axes.stackplot(_times(report), parts, colors=(PREFILL, MIXED, DECODE), labels=("prefill", "both", "decode"))
     axes.set(title="the engines' time", xlabel="s", ylim=(0, 1.2), yticks=(0, 0.25, 0.5, 0.75, 1.0))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import cycle, groupby
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from diptych.ground.errors import ConfigError
-from diptych.lab.style import GREY, log_axis
+from diptych.lab.style import GREY, OTHERS, log_axis
 from diptych.sim.pareto import Point
 from diptych.sim.search import Answer
+
+MARKS = "osD^vPX*<>"  # as many as have no divisor in common with the colours
 
 
 def draw(found: Answer, points: Sequence[Point], path: Path) -> None:
     """Write the picture; the ending of the name chooses the format. Raises ConfigError when it cannot be written."""
     figure = Figure(figsize=(10, 7.5), layout="constrained")
     axes = figure.subplots()
-    for name, group in groupby(points, key=lambda point: point.name):
+    looks = zip(cycle(OTHERS), cycle(MARKS), strict=False)  # no line is known by its colour alone
+    for (name, group), (colour, mark) in zip(groupby(points, key=lambda point: point.name), looks, strict=False):
         line = list(group)
         style = "--" if line[0].is_pools else "-"
         xs = [point.tokens_per_s_of_user for point in line]
         ys = [point.tokens_per_s_of_device for point in line]
-        axes.plot(xs, ys, ls=style, marker="o", ms=4, lw=1.4, label=name)
+        axes.plot(xs, ys, color=colour, ls=style, marker=mark, ms=5, lw=1.4, label=name)
         for point in line:
             axes.annotate(
                 str(point.batch),

@@ -46,17 +46,19 @@ def asked_of_recording(
 def text_of(found: dict[str, Any]) -> str:
     """A table: measured, run again, and one line per change."""
     cells = ("queue_ms", "prefill_ms", "ttft_ms", "tpot_ms")
+    rows = [{"words": "measured"} | found["measured"], *found["outcomes"]]
+    width = max(len(row["words"]) for row in rows) + 1  # with the usual changes the lines have 78 characters
     lines = [
         f"request {found['id']}: {found['prompt_tokens']} prompt tokens; "
         f"{found['requests']} requests and {found['steps']} steps are remembered",
-        f"  {'':<36}{'queue':>11}{'prefill':>11}{'TTFT':>11}{'TPOT':>11}{'cached':>9}",
+        f"  {'':<{width}}{'queue':>10}{'prefill':>10}{'TTFT':>10}{'TPOT':>10}{'cached':>8}",
     ]
-    for row in [{"words": "measured"} | found["measured"], *found["outcomes"]]:
+    for row in rows:
         if "error" in row:
-            lines.append(f"  {row['words']:<36}{row['error']}")
+            lines.append(f"  {row['words']:<{width}} {row['error']}")
         else:
-            times = "".join(f"{_ms(row[name]):>11}" for name in cells)
-            lines.append(f"  {row['words']:<36}{times}{row['cached_tokens']:>9}")
+            times = "".join(f"{_ms(row[name]):>10}" for name in cells)
+            lines.append(f"  {row['words']:<{width}}{times}{row['cached_tokens']:>8}")
     notes = {f"{row['words']}: {row['note']}" for row in found["outcomes"] if row.get("note")}
     again, measured = found["outcomes"][0], found["measured"]
     off = [

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from diptych.ground.errors import ConfigError
 from diptych.lab.load import SentRequest
-from diptych.lab.style import DECODE, FAILED, PREFILL, log_axis
+from diptych.lab.style import DECODE, FAILED, PREFILL, linear_axis, log_axis
 
 WAIT, STREAM = PREFILL, DECODE
 
@@ -28,7 +28,7 @@ def draw(outcomes: Sequence[SentRequest], summary: dict[str, Any], path: Path) -
     figure = Figure(figsize=(11, 7), layout="constrained")
     (runs, rate), (first, between) = figure.subplots(2, 2)
     _draw_runs(runs, outcomes)
-    _draw_rate(rate, outcomes, summary["wall_s"])
+    draw_rate(rate, outcomes)
     answered = [one for one in outcomes if one.error is None]
     _draw_share(first, [one.ttft_s for one in answered if one.ttft_s is not None], "time to first token, ms", WAIT)
     gaps = [b - a for one in answered for a, b in zip(one.event_s, one.event_s[1:], strict=False)]
@@ -52,12 +52,13 @@ def _draw_runs(axes: Axes, outcomes: Sequence[SentRequest]) -> None:
     axes.set(title="each request: due to first token, then decode", xlabel="s", ylabel="request")
 
 
-def _draw_rate(axes: Axes, outcomes: Sequence[SentRequest], wall_s: float) -> None:
+def draw_rate(axes: Axes, outcomes: Sequence[SentRequest]) -> None:
+    """Events per second from the start of the load to the last of them, as bars whose areas are the numbers of events."""
     moments = [moment for one in outcomes for moment in one.event_s]
-    if moments and wall_s > 0:
-        bins = max(10, min(60, int(wall_s)))  # narrower ones would show single steps of a large batch
-        width_s = wall_s / bins
-        axes.hist(moments, bins=bins, weights=[1 / width_s] * len(moments), color=STREAM)
+    last_s = max(moments, default=0.0)
+    if last_s > 0:
+        bins = max(10, min(60, int(last_s)))  # narrower ones would show single steps of a large batch
+        axes.hist(moments, bins=bins, range=(0.0, last_s), weights=[bins / last_s] * len(moments), color=STREAM)
     axes.set(title="output events per second", xlabel="s", ylabel="events/s")
 
 
@@ -66,9 +67,12 @@ def _draw_share(axes: Axes, values: Sequence[float], label: str, colour: str) ->
     if ordered:
         shares = [(place + 1) / len(ordered) for place in range(len(ordered))]
         axes.plot([value * 1e3 for value in ordered], shares, color=colour)
-        for share in (0.5, 0.95, 0.99):
+        for share, side in ((0.5, "center"), (0.95, "top"), (0.99, "bottom")):  # the last two would lie on each other
             axes.axhline(share, color="#999999", linewidth=0.5)
-            axes.annotate(f"p{100 * share:.0f}", (1.0, share), xycoords=("axes fraction", "data"), fontsize=7)
+            at = ("axes fraction", "data")
+            axes.annotate(f" p{100 * share:.0f}", (1.0, share), xycoords=at, fontsize=7, va=side)
         if ordered[-1] > 20 * max(ordered[0], 1e-6):
             log_axis(axes.xaxis)
+        else:
+            linear_axis(axes.xaxis)
     axes.set(title="share of values at or below", xlabel=label, ylim=(0, 1.02))
