@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from matplotlib.figure import Figure
 
 from diptych.cli.layouts import devices_of, prices_of
 from diptych.cli.plan import app
+from diptych.cli.users_picture import draw
 from diptych.cli.users_text import row_of
 from diptych.cost.setup import setup_of
 from diptych.ground.errors import ConfigError
 from diptych.metrics import Limits
 from diptych.sim.capacity import Ask, Bisection, Trial, bisect_one, pooled, run_one
 from diptych.sim.link import Link
+from diptych.sim.pareto import Point
 from diptych.sim.pools import Pool, Service
 from diptych.sim.search import Layout, none_holds, with_cheaper
 from diptych.sim.service import Report
@@ -58,6 +62,21 @@ def test_a_screen_says_what_to_buy(capsys: pytest.CaptureFixture[str], tmp_path:
         assert words in page
     assert len(page.splitlines()) < 40
     assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_lines_of_the_picture_differ_by_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By colour alone those of four and of eight devices were red and green, with one mark for all."""
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    points = [
+        Point(
+            name=f"device {n}", is_pools=False, batch=b, tokens_per_s_of_device=9.0 * b, tokens_per_s_of_user=90.0 / b
+        )
+        for n in range(9)
+        for b in (1, 8)
+    ]
+    draw(Mock(ask=Mock(limits=Limits())), points, Path("p.png"))
+    assert len({line.get_marker() for line in drawn[0].axes[0].lines}) == 9
 
 
 def test_processes_change_no_number(capsys: pytest.CaptureFixture[str]) -> None:
