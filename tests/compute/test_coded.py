@@ -46,6 +46,7 @@ CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel"}
 DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "dynamic": "local", "group_size": 16}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}
+HADAMARD = {"algorithm": "hadamard", "hadamard_type": "hadamard", "block_size": 32}
 GROUPS = {"qscheme": "per_group", "ch_axis": -1, "group_size": 32}
 
 
@@ -346,6 +347,9 @@ def test_rows_of_heads_and_of_what_gates_them_come_out_of_one_matrix(
         (AUTO_ROUND | {"data_type": "int_asym_dq"}, "data_type .* is 'int_asym_dq'"),
         (AUTO_ROUND | {"act_bits": 8}, "act_bits .* is 8"),
         (AUTO_ROUND | {"rotation_config": {"block_size": 32}}, "rotation_config"),
+        (AUTO_ROUND | {"data_type": "mx_fp", "rotation_config": {"hadamard_type": "learned"}}, "hadamard_type .* is 'learned'"),
+        (AUTO_ROUND | {"data_type": "mx_fp", "rotation_config": HADAMARD | {"backend": "inplace"}}, "backend .* is 'inplace'"),
+        (AUTO_ROUND | {"data_type": "mx_fp", "rotation_config": HADAMARD | {"block_size": 24}}, "block_size .* is 24"),
         (AUTO_ROUND | {"extra_config": {"lm_head": 4}}, "has a int for lm_head"),
         (AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 9}}}, "bits in lm_head in extra_config .* is 9"),
         (AUTO_ROUND | {"extra_config": {"lm_head": {"data_type": "mx_fp"}}}, "data_type in lm_head .* is 'mx_fp'"),

@@ -19,10 +19,11 @@ import torch
 
 from diptych.compute.coded_layouts import companions_of_stack, open_matrix, open_stacked
 from diptych.compute.coded_matrices import Matrix, RawTensors
-from diptych.compute.coded_tensors import companions
+from diptych.compute.coded_rotations import Rotations
+from diptych.compute.coded_tensors import FLOATS, companions
 from diptych.compute.ops.contract import WeightTensor
 from diptych.compute.ops.contract_parts import Codes
-from diptych.compute.weights import Checkpoint, FileTensor, StackedTensor
+from diptych.compute.weights import Checkpoint, StackedTensor
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import ENGINE_WEIGHTS, mean_bytes
 from diptych.models.quantisation import Quantisation
@@ -90,6 +91,7 @@ class CodedCheckpoint(Checkpoint):
         self._dtype = dtype
         self._matrices: dict[str, CodedTensor] = {}
         self._coded: set[str] = set()  # the files' tensors that those lie in
+        self._rotations = Rotations(self, sorted(self._file_of), how)
 
     def holds(self, name: str) -> bool:
         """Whether the files hold a tensor of that very name."""
@@ -108,7 +110,7 @@ class CodedCheckpoint(Checkpoint):
         """Whether there is a tensor, plain or quantised, that a plain checkpoint would call so."""
         return self.holds(name) or any(self.holds(name.removesuffix("weight") + suffix) for suffix in CODES)
 
-    def tensor(self, name: str, *shape: int) -> FileTensor | CodedTensor | CodedStack:  # type: ignore[override]
+    def tensor(self, name: str, *shape: int) -> WeightTensor:  # type: ignore[override]
         """The tensor of that name, checked against the shape the config gives. Raises LoadError."""
         matrix = None
         if len(shape) == 3 and self._is_stack(name):
@@ -116,8 +118,9 @@ class CodedCheckpoint(Checkpoint):
         if name.endswith(".weight") and len(shape) == 2:
             raw, prefix = self.place(name.removesuffix(".weight"))
             matrix = open_matrix(raw, prefix, (shape[0], shape[1]), self.how)
+            matrix = self._rotations.applied(raw, prefix, (shape[0], shape[1]), matrix)
         if matrix is None:
-            return super().tensor(name, *shape)
+            return self._plain(name, shape)
         parts = companions(self, prefix)
         self._used |= dict.fromkeys(parts, 0)
         self._coded.update(parts)
@@ -125,6 +128,14 @@ class CodedCheckpoint(Checkpoint):
             self._matrices[name] = CodedTensor(name, (shape[0], shape[1]), self._dtype, matrix)
             self._matrices[name].measured = self.measured
         return self._matrices[name]
+
+    def _plain(self, name: str, shape: tuple[int, ...]) -> WeightTensor:
+        found = super().tensor(name, *shape)
+        return self._rotations.with_plain(name, found, is_coded=self._is_coded)
+
+    def _is_coded(self, module: str) -> bool:
+        weight = f"{module}.weight"
+        return not self.holds(weight) or self.header(weight)[1] not in FLOATS
 
     def _is_stack(self, name: str) -> bool:
         return self.how.method == "fp8" and self.holds(name) and self.header(name)[1] == "F8_E4M3"
@@ -168,7 +179,17 @@ class CodedCheckpoint(Checkpoint):
                 f"config.json in {self.directory} says that weights are quantised ({self.how.method}), and none of them is",
                 hint="remove quantization_config, or download the files that belong to it",
             )
-        super().finish(lambda name: is_ignored(name) or self._is_no_bias(name) or self._is_of_cache(name))
+        self._rotations.check()
+        self._used |= dict.fromkeys(self._rotations.used, 0)
+        self._coded |= self._rotations.used
+        super().finish(
+            lambda name: (
+                is_ignored(name)
+                or self._is_no_bias(name)
+                or self._is_of_cache(name)
+                or name in self._rotations.stored  # beside another module, or of queries and keys
+            )
+        )
 
     def _is_of_cache(self, name: str) -> bool:
         """Whether it is a scale that only a cache of its publisher's has."""

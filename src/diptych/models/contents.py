@@ -159,6 +159,8 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
             count, stored = 0, "balance"
         elif name.endswith(".tid2eid"):  # experts by a token's id
             count, stored = 0, "numbers"
+        elif how is not None and name.endswith(tuple(one.ending for one in how.rotations)):
+            count, stored = 0, "rotations"
         elif name.startswith(PACKED):
             count = sum(packed.get(one, 0) for one in name.removeprefix(PACKED).split("+"))
             stored = f"packed {8 * nbytes / max(1, count):.2g} bit"

@@ -13,7 +13,11 @@ from typing import Any, NoReturn
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import FP8_BLOCK, WIDE_BITS, KeptFormat, group_held
 from diptych.models.config import HfConfig
+from diptych.models.rotations import Rotation
 
+MOST_SIGNS = 512
+# of what a pattern may hold: nothing that a search could take long over
+PLAIN_PATTERN = re.compile(r"[\w.^$|()\\\[\]?:-]*(\.[*+][\w.^$|()\\\[\]?:-]*){0,2}")
 OF_CACHE_NOTE = (
     "scales for a cache of 8 bits in the file are not used: --kv fp8 and int8 find one for each token and head"
 )
@@ -47,6 +51,7 @@ class Quantisation:
     is_ordered: codes of a word lie in their order, not in AutoAWQ's; is_signed: they are signed (quark).
     meets_int8_rows: codes of 8 bits meet activations of 8, as their publisher runs them (torchao).
     is_online: floats of layers are rounded at load, as the model does it whenever it runs (bitnet), but for those of `plain`.
+    rotations: of what layers read and give, which are multiplied into weights.
     kept: the kernels' format that will hold most matrices, as far as the config says.
     note: what is read otherwise than its publisher runs it, for the log.
     """
@@ -70,6 +75,7 @@ class Quantisation:
     meets_int8_rows: bool = False
     is_online: bool = False
     plain: tuple[str, ...] = ()
+    rotations: tuple[Rotation, ...] = ()
     note: str = ""
 
     def rounds(self, module: str) -> bool:
@@ -141,6 +147,19 @@ def group_size(section: HfConfig, name: str) -> int | None:
 def is_module(name: object) -> bool:
     """Whether it is a plain name: what else a pattern may say is not read."""
     return isinstance(name, str) and name.replace(".", "").replace("_", "").isalnum()
+
+
+def pattern_of(path: str, pattern: str) -> re.Pattern[str]:
+    """A pattern of modules' names, as `path` has it. LoadError for one that a search could take long over."""
+    if len(pattern) > MOST_SIGNS or not PLAIN_PATTERN.fullmatch(pattern):
+        raise LoadError(
+            f"{path} has a pattern that is not read: {pattern[:80]!r}",
+            hint=f"at most {MOST_SIGNS} signs with two of '.*' can be, and no other repetition",
+        )
+    try:
+        return re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise LoadError(f"{path} has a pattern that is none: {pattern[:80]!r} ({error})") from error
 
 
 def block_of(section: HfConfig, name: str) -> tuple[int, int] | None:

@@ -23,11 +23,13 @@ from diptych.models.quantisation import (
     one_of,
     refuse,
 )
+from diptych.models.quantised_rotations import NOTE as ROTATED_NOTE
+from diptych.models.quantised_rotations import read_rotation
 
 BITS = (2, 3, 4, 5, 6, 7, 8)
 LEFT_ALONE = 16  # bits of matrices that stay floats
 # what changes the mathematics in a way that is not run
-UNREAD = ("rotation_config", "spinquant_config", "super_bits", "super_group_size", "transform_config")
+UNREAD = ("spinquant_config", "super_bits", "super_group_size", "transform_config")
 KERNELS = ("", "exllamav2", "exllama", "triton", "tritonv2", "marlin", "cuda", "torch")  # which change no layout
 
 
@@ -39,6 +41,8 @@ def read_auto_round(section: HfConfig) -> Quantisation:
     kind = section.raw.get("data_type", "int")
     if isinstance(kind, str) and kind.startswith(("mx_fp", "nv_fp")):
         return _read_fp4(section, kind)
+    if section.raw.get("rotation_config"):
+        refuse(section, "rotation_config", "rotations of mx_fp and nv_fp can be read")
     if kind in ("fp", "fp8", "fp8_e4m3"):
         return _read_fp8(section)
     layout = _layout(section)
@@ -61,6 +65,7 @@ def read_auto_round(section: HfConfig) -> Quantisation:
 
 def _read_fp4(section: HfConfig, kind: str) -> Quantisation:
     """MXFP4, MXFP8 and NVFP4; which of them a matrix of a mixture is, its tensors show."""
+    rotations, few = read_rotation(section), "activations have 8 bits, and scales for them in the file are not used"
     one_of(section, "packing_format", ("auto_round:llm_compressor",), None)
     is_mx = kind.startswith("mx_fp")
     bits = one_of(section, "bits", (4, 8) if is_mx else (4,), None)
@@ -68,8 +73,9 @@ def _read_fp4(section: HfConfig, kind: str) -> Quantisation:
     return Quantisation(
         method="compressed-tensors",
         bits=bits,
-        kept=None if bits == 8 else KEPT_MXFP4 if is_mx else KEPT_NVFP4,
-        note="activations have 8 bits, and scales for them in the file are not used" if bits == 4 else "",
+        rotations=rotations,
+        kept=None if bits == 8 or rotations else KEPT_MXFP4 if is_mx else KEPT_NVFP4,
+        note=ROTATED_NOTE if rotations else few if bits == 4 else "",
     )
 
 

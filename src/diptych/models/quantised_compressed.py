@@ -19,6 +19,8 @@ from diptych.models.quantisation import (
     one_of,
     refuse,
 )
+from diptych.models.quantised_rotations import NOTE as ROTATED_NOTE
+from diptych.models.quantised_rotations import read_transforms
 
 MARLIN = "marlin-24"
 FORMATS = (
@@ -49,9 +51,10 @@ def read_compressed(section: HfConfig) -> Quantisation:
     """What it says. LoadError, by name, for what is not read."""
     is_marlin = one_of(section, "format", (*FORMATS, *SPARSITY), "dense") == MARLIN
     sparsity = one_of(section.section("sparsity_config"), "format", (*SPARSITY, MARLIN), "dense")
-    if section.raw.get("transform_config"):
-        refuse(section, "transform_config", "rotations of activations are not run")
+    rotations = read_transforms(section)
     found = _Found()
+    if not all(one.is_idle for one in rotations):
+        found.notes.append(ROTATED_NOTE)
     if is_marlin or sparsity != "dense":
         found.notes.append(SPARSE_NOTE)
     if section.raw.get("kv_cache_scheme") is not None:
@@ -66,7 +69,8 @@ def read_compressed(section: HfConfig) -> Quantisation:
         groups=tuple(dict.fromkeys(found.groups)),
         block=found.block,
         has_zeros=bool(found.zeros) and all(found.zeros),
-        kept=found.kept,
+        rotations=rotations,
+        kept=None if any(one.is_by_class for one in rotations) else found.kept,
         note="; ".join(dict.fromkeys(found.notes)),
     )
 

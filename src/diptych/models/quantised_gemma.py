@@ -10,12 +10,10 @@ from collections.abc import Iterator, Mapping
 
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
-from diptych.models.quantisation import Quantisation, kept_groups, one_of
+from diptych.models.quantisation import Quantisation, kept_groups, one_of, pattern_of
 
 BITS = (2, 4, 8)
-MOST_PATTERNS, MOST_SIGNS = 4096, 512
-# of what a pattern may hold: nothing that a search could take long over
-PLAIN_PATTERN = re.compile(r"[\w.^$|()\\\[\]?:-]*(\.[*+][\w.^$|()\\\[\]?:-]*){0,2}")
+MOST_PATTERNS = 4096
 
 
 def read_gemma(section: HfConfig) -> Quantisation:
@@ -40,13 +38,7 @@ def _own_bits(section: HfConfig) -> Iterator[tuple[re.Pattern[str], int]]:
     for pattern, own in found.raw.items():
         if not isinstance(own, Mapping) or set(own) - {"num_bits"}:
             raise LoadError(f"{pattern!r} in {found.path} is {own!r}; an object with num_bits alone can be read")
-        if len(pattern) > MOST_SIGNS or not PLAIN_PATTERN.fullmatch(pattern):
-            raise LoadError(
-                f"{found.path} has a pattern that is not read: {pattern[:80]!r}",
-                hint=f"at most {MOST_SIGNS} signs with two of '.*' can be, and no other repetition",
-            )
-        try:
-            compiled = re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise LoadError(f"{found.path} has a pattern that is none: {pattern[:80]!r} ({error})") from error
-        yield compiled, one_of(HfConfig(own, path=f"{pattern!r} in {found.path}"), "num_bits", BITS, 4)
+        yield (
+            pattern_of(found.path, pattern),
+            one_of(HfConfig(own, path=f"{pattern!r} in {found.path}"), "num_bits", BITS, 4),
+        )

@@ -1,0 +1,65 @@
+"""Checkpoints with rotations, by compressed-tensors' own transforms over a model of transformers, and what that model says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.transform import TransformArgs, TransformConfig, TransformScheme, apply_transform_config
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from coded_files import TOKENS, Layout
+
+Groups = dict[str, dict[str, Any]]
+
+
+def spinquant(kind: str = "hadamard", block: int | None = None) -> dict[str, Any]:
+    """R4 of llm-compressor's SpinQuantModifier: inputs of down."""
+    apply = [{"targets": ["re:.*down_proj$"], "location": "input"},
+             {"targets": ["re:.*down_proj$"], "location": "weight_input", "inverse": True}]  # fmt: skip
+    return {"type": kind, "head_dim": block, "apply": apply}
+
+
+def quip(side: str, kind: str, block: int | None = None) -> dict[str, Any]:
+    """'v', the inputs, or 'u', the outputs, of its QuIPModifier."""
+    first, second = ("input", "weight_input") if side == "v" else ("weight_output", "output")
+    apply = [{"targets": ["Linear"], "location": place, "inverse": place == second, "ignore": ["lm_head"]}
+             for place in (first, second)]  # fmt: skip
+    return {"type": kind, "head_dim": block, "apply": apply}
+
+
+def rotated(original: Path, folder: Path, groups: Groups, layout: Layout | None) -> tuple[Path, torch.Tensor]:
+    """(a checkpoint whose projections lie as the layout has them, None: in floats; logits [12, V] of transformers in fp32)."""
+    model = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32)
+    schemes = {
+        name: TransformScheme(
+            **{**group, "apply": [TransformArgs(**one) for one in group["apply"]]}, precision="float64"
+        )
+        for name, group in groups.items()
+    }
+    config = TransformConfig(config_groups=schemes)
+    torch.manual_seed(len(groups))
+    apply_transform_config(model, config)
+    coded: dict[str, dict[str, torch.Tensor]] = {}
+    for name, module in model.named_modules():
+        if layout is not None and isinstance(module, torch.nn.Linear) and name.endswith("_proj"):
+            coded[name], values = layout.write(module.weight.detach())
+            module.weight.data = values
+    with torch.no_grad():
+        logits = model(torch.tensor([TOKENS])).logits[0]
+    model.save_pretrained(folder)
+    ModelCompressor(transform_config=config).update_config(folder)
+    file, config_file = folder / "model.safetensors", folder / "config.json"
+    tensors = load_file(file)
+    for name, parts in coded.items():
+        del tensors[f"{name}.weight"]
+        tensors |= {f"{name}.{suffix}": part.contiguous() for suffix, part in parts.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    fields = json.loads(config_file.read_text())
+    fields["quantization_config"] = (layout.config if layout is not None else {}) | fields["quantization_config"]
+    config_file.write_text(json.dumps(fields))
+    return folder, logits
