@@ -156,7 +156,7 @@ def quantise(folder: Path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
     original = make_checkpoint(
         "llama", folder / "original", dtype=torch.bfloat16, **{**FIELDS, **own.get(kind.split()[0], {})}
     )
-    _write_tokenizer(original)
+    write_tokenizer(original)
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(3, FIELDS["vocab_size"], (1, 64), generator=generator) for _ in range(16)]
     tools = {
@@ -172,7 +172,7 @@ def quantise(folder: Path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
     )
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     """Neither tool goes on without one."""
     words = models.WordLevel({f"{i}": i for i in range(FIELDS["vocab_size"])}, unk_token="0")
     special = {"bos_token": "1", "eos_token": "2", "pad_token": "0", "unk_token": "0"}

@@ -1,8 +1,13 @@
-"""Checkpoints with rotations, by compressed-tensors' own transforms over a model of transformers, and what that model says."""
+"""Checkpoints with rotations, by compressed-tensors' own transforms over a model of transformers, and what that model says.
+
+python tests/rotated_files.py tests/data/quantisers     # how AutoRound's were made, where it is installed
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +17,9 @@ from compressed_tensors.transform import TransformArgs, TransformConfig, Transfo
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from checkpoints import make_checkpoint
 from coded_files import TOKENS, Layout
+from quantiser_files import FIELDS, write_tokenizer
 
 Groups = dict[str, dict[str, Any]]
 
@@ -63,3 +70,46 @@ def rotated(original: Path, folder: Path, groups: Groups, layout: Layout | None)
     fields["quantization_config"] = (layout.config if layout is not None else {}) | fields["quantization_config"]
     config_file.write_text(json.dumps(fields))
     return folder, logits
+
+
+AUTO_ROUND = {"auto-round-mxfp4-hadamard": ("MXFP4", 32), "auto-round-nvfp4-hadamard": ("NVFP4", 16)}
+LOGITS = "logits.json"
+
+
+def by_auto_round(target: Path, scheme: str, block: int) -> None:
+    """A folder that AutoRound wrote, and the logits of its own model, whose activations are rotated and not rounded."""
+    from auto_round import AutoRound
+    from auto_round.experimental.qmodules.mx import MXFP4QuantLinear
+    from auto_round.experimental.qmodules.nvfp4 import NVFP4QuantLinear
+
+    original = make_checkpoint("llama", target / "original", dtype=torch.bfloat16, **FIELDS)
+    write_tokenizer(original)
+    generator = torch.Generator().manual_seed(1)
+    rows = [{"input_ids": torch.randint(3, FIELDS["vocab_size"], (1, 64), generator=generator)} for _ in range(4)]
+    how = {"hadamard_type": "hadamard", "block_size": block}
+    options = {
+        "iters": 0,
+        "disable_opt_rtn": True,
+        "disable_model_free": True,
+        "seqlen": 64,
+        "nsamples": 4,
+        "batch_size": 1,
+    }
+    tool = AutoRound(str(original), device_map="cpu", scheme=scheme, rotation_config=how, dataset=rows, **options)
+    tool.quantize_and_save(str(target / "made"), format="auto_round")
+    made = next((target / "made").rglob("config.json")).parent
+    for kind in (MXFP4QuantLinear, NVFP4QuantLinear):
+        kind.qdq_input = lambda _, inputs: inputs
+    model = AutoModelForCausalLM.from_pretrained(made, device_map="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([TOKENS])).logits[0]
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(made / name, target / name)
+    (target / LOGITS).write_text(json.dumps([[round(one, 5) for one in row] for row in logits.tolist()]) + "\n")
+    for one in ("original", "made"):
+        shutil.rmtree(target / one)
+
+
+if __name__ == "__main__":
+    for kind, how in AUTO_ROUND.items():
+        by_auto_round(Path(sys.argv[1]) / kind, *how)

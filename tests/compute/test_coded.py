@@ -347,8 +347,14 @@ def test_rows_of_heads_and_of_what_gates_them_come_out_of_one_matrix(
         (AUTO_ROUND | {"data_type": "int_asym_dq"}, "data_type .* is 'int_asym_dq'"),
         (AUTO_ROUND | {"act_bits": 8}, "act_bits .* is 8"),
         (AUTO_ROUND | {"rotation_config": {"block_size": 32}}, "rotation_config"),
-        (AUTO_ROUND | {"data_type": "mx_fp", "rotation_config": {"hadamard_type": "learned"}}, "hadamard_type .* is 'learned'"),
-        (AUTO_ROUND | {"data_type": "mx_fp", "rotation_config": HADAMARD | {"backend": "inplace"}}, "backend .* is 'inplace'"),
+        (
+            AUTO_ROUND | {"data_type": "mx_fp", "rotation_config": {"hadamard_type": "learned"}},
+            "hadamard_type .* is 'learned'",
+        ),
+        (
+            AUTO_ROUND | {"data_type": "mx_fp", "rotation_config": HADAMARD | {"backend": "inplace"}},
+            "backend .* is 'inplace'",
+        ),
         (AUTO_ROUND | {"data_type": "mx_fp", "rotation_config": HADAMARD | {"block_size": 24}}, "block_size .* is 24"),
         (AUTO_ROUND | {"extra_config": {"lm_head": 4}}, "has a int for lm_head"),
         (AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 9}}}, "bits in lm_head in extra_config .* is 9"),

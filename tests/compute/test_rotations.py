@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from diptych.models.contents import contents_of
 
 pytest.importorskip("compressed_tensors")
 
-from rotated_files import Groups, quip, rotated, spinquant
+from quantiser_files import DATA
+from rotated_files import AUTO_ROUND, LOGITS, Groups, quip, rotated, spinquant
 
 W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 DOWN = "model.layers.0.mlp.down_proj."
@@ -161,3 +163,28 @@ def test_other_rotations_are_refused_by_name(groups: Any, message: str, original
     change_config(path, groups)
     with pytest.raises(LoadError, match=message):
         logits_of(path, backend="torch", weights="fp32")
+
+
+@pytest.mark.parametrize("kind", AUTO_ROUND)
+def test_folders_that_auto_round_rotated_answer_as_its_own_model_does(kind: str) -> None:
+    """With the rotations of inputs that it runs, of MXFP4 in blocks of 32, of NVFP4 of 16, and without rounding those."""
+    expected = torch.tensor(json.loads((DATA / kind / LOGITS).read_text()))
+    got = logits_of(DATA / kind, backend="torch", weights="fp32")
+    assert expected.std() > 0.3
+    assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
+    config = json.loads((DATA / kind / "config.json").read_text())
+    assert config["quantization_config"]["rotation_config"]["hadamard_type"] == "hadamard"
+    assert contents_of(DATA / kind).kept is None
+
+
+def test_without_their_rotations_they_answer_otherwise(tmp_path: Path) -> None:
+    """So that the test above cannot pass by a rotation that is left out."""
+    path = tmp_path / "it"
+    shutil.copytree(DATA / "auto-round-mxfp4-hadamard", path)
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]["rotation_config"]
+    (path / "config.json").write_text(json.dumps(config))
+    expected = torch.tensor(json.loads((path / LOGITS).read_text()))
+    got = logits_of(path, backend="torch", weights="fp32")
+    assert (got - expected).abs().max() > 0.1 * expected.abs().max()
+    assert contents_of(path).kept == "group4-g32-e8m0-e2m1"

@@ -97,7 +97,7 @@ def read_rotation(section: HfConfig) -> tuple[Rotation, ...]:
     if not found.raw:
         return ()
     one_of(found, "algorithm", ("hadamard", None), "hadamard")
-    kind = one_of(found, "hadamard_type", ("hadamard", "random_hadamard"), None)
+    one_of(found, "hadamard_type", HADAMARD[:1], None)  # random ones are not in the files that newer versions write
     one_of(found, "backend", ("auto", "transform"), "auto")
     one_of(found, "fuse_online_to_weight", (False, None), None)
     one_of(found, "allow_online_rotation", (True,), True)
@@ -107,9 +107,8 @@ def read_rotation(section: HfConfig) -> tuple[Rotation, ...]:
     return (
         Rotation(
             ending=".hadamard_matrix",
-            kind=kind.replace("_", "-"),
+            kind=HADAMARD[0],
             block=block,
-            is_inverse=kind == "random_hadamard",
             targets=(LINEAR,),
             ignored=("lm_head",),
         ),
