@@ -122,7 +122,13 @@ MORE_COMPRESSED: dict[str, dict[str, Any]] = {
     "w8a16": {"num_bits": 8, "strategy": "group", "group_size": GROUP, "symmetric": False},
     "fp8": {"num_bits": 8, "type": "float", "strategy": "tensor"},
 }
-KINDS = {**GPTQMODEL, **AUTO_ROUND, **MODELOPT, **HQQ, **TORCHAO, **QUANTO, **COMPRESSED}
+VPTQ: dict[str, dict[str, Any]] = {
+    "vptq-2": {"vector_lens": [4, 6], "num_centroids": [16, 64], "num_res_centroids": [-1, 16], "outlier_size": 8,
+               "group_num": 1, "enable_norm": True, "enable_perm": True},
+    "vptq-1": {"vector_lens": [-1, 8], "num_centroids": [-1, 256], "num_res_centroids": [-1, -1], "outlier_size": 0,
+               "group_num": 2, "enable_norm": False, "enable_perm": False},
+}  # fmt: skip
+KINDS = {**GPTQMODEL, **AUTO_ROUND, **MODELOPT, **HQQ, **TORCHAO, **QUANTO, **VPTQ, **COMPRESSED}
 MORE_KINDS = {
     **MORE_OF_GPTQMODEL,
     **MORE_OF_AUTO_ROUND,
@@ -146,6 +152,8 @@ def tool_of(kind: str) -> str:
         return "torchao"
     if kind in QUANTO | MORE_OF_QUANTO:
         return "optimum.quanto"
+    if kind in VPTQ:
+        return "vptq"
     return "gptqmodel" if kind in GPTQMODEL | MORE_OF_GPTQMODEL else "llmcompressor"
 
 
@@ -166,6 +174,7 @@ def quantise(folder: Path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
         "hqq": _by_hqq,
         "torchao": _by_torchao,
         "optimum.quanto": _by_quanto,
+        "vptq": _by_vptq,
     }
     return folder / "coded", tools.get(tool_of(kind), _by_llmcompressor)(
         original, folder / "coded", (KINDS | MORE_KINDS)[kind], rows
@@ -346,6 +355,57 @@ def _by_quanto(original: Path, target: Path, how: dict[str, Any], rows: list[tor
             if hasattr(weight, "_shift"):
                 weight._shift = weight._shift.float()
             values[f"{name}.weight"] = weight.dequantize().float().contiguous()
+    return values
+
+
+def _by_vptq(original: Path, target: Path, how: dict[str, Any], rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Random vectors, in its own module and by its own packing: what chooses them is not in the package."""
+    del rows
+    from vptq.layers.vqlinear import VQuantLinear
+    from vptq.ops import dequant
+    from vptq.utils.pack import pack_index
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(original, dtype=torch.bfloat16)
+    generator, values, layers = torch.Generator().manual_seed(3), {}, {}
+    (first, length), (outlier_size, size), rest = how["vector_lens"], how["num_centroids"], how["num_res_centroids"][1]
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, torch.nn.Linear) or name == "lm_head":
+            continue
+        n, k, runs = module.out_features, module.in_features, how["group_num"]
+        sides = {"in_features": k, "out_features": n, "group_size": (k - how["outlier_size"]) // runs}
+        layers[name] = {**how, **sides, "indices_as_float": False, "is_indice_packed": True, "bias": False}
+        layer = VQuantLinear(**layers[name], dtype=torch.bfloat16, enable_proxy_error=False)
+
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).bfloat16() * 0.1
+
+        def codes(below: int, *shape: int) -> torch.Tensor:
+            return torch.randint(below, shape, generator=generator).to(torch.uint16)
+
+        main, more = (codes(max(one, 1), runs, layer.num_indices, layer.group_size) for one in (size, rest))
+        bits = [one.bit_length() - 1 for one in (size, max(rest, 1))]
+        layer.indices.data = pack_index(main, bits[0], more if rest > 0 else None, bits[1])
+        layer.centroids.weight.data = numbers(runs, size * length)
+        if rest > 0:
+            layer.res_centroids.weight.data = numbers(runs, rest * length)
+        if how["outlier_size"]:
+            layer.outlier_centroids.weight.data = numbers(1, outlier_size * first)
+            layer.outlier_indices.data = codes(outlier_size, 1, -(-n // first), how["outlier_size"]).view(torch.int16)
+        if how["enable_perm"]:
+            layer.perm.data = torch.randperm(k, generator=generator).to(torch.int16)
+        if how["enable_norm"]:
+            layer.weight_scale.data, layer.weight_bias.data = 1 + numbers(k), numbers(k)
+        model.set_submodule(name, layer)
+        wide = {key: one.float() if one.is_floating_point() else one for key, one in layer.state_dict().items()}
+        values[f"{name}.weight"] = dequant(
+            wide["indices"], wide["centroids.weight"].view(runs, size, length), wide.get("outlier_indices"),
+            wide.get("outlier_centroids.weight"), None, wide.get("res_centroids.weight"), wide.get("perm"),
+            wide.get("weight_scale"), wide.get("weight_bias"), True, layer.enable_outlier, layer.enable_residual,
+            layer.enable_perm, layer.enable_norm, size, outlier_size, rest, layer.padding, layer.outlier_padding, runs,
+            layer.group_size, layer.outlier_size, length, first,
+        ).contiguous()  # fmt: skip
+    model.config.quantization_config = {"quant_method": "vptq", "config_for_layers": layers}
+    model.save_pretrained(target)
     return values
 
 

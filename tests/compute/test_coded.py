@@ -50,6 +50,13 @@ HADAMARD = {"algorithm": "hadamard", "hadamard_type": "hadamard", "block_size": 
 GROUPS = {"qscheme": "per_group", "ch_axis": -1, "group_size": 32}
 
 
+def vptq_with(**fields: Any) -> dict[str, Any]:
+    """Of one module."""
+    usual = {"vector_lens": [-1, 8], "num_centroids": [-1, 256], "num_res_centroids": [-1, -1], "group_num": 1,
+             "group_size": 64, "outlier_size": 0, "in_features": 64, "out_features": 64}  # fmt: skip
+    return {"quant_method": "vptq", "config_for_layers": {"model.layers.0.mlp.down_proj": usual | fields}}
+
+
 def hqq_with(**weights: Any) -> dict[str, Any]:
     """A config of HQQ."""
     return {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64, **weights}}}
@@ -347,6 +354,16 @@ def test_rows_of_heads_and_of_what_gates_them_come_out_of_one_matrix(
         (AUTO_ROUND | {"data_type": "int_asym_dq"}, "data_type .* is 'int_asym_dq'"),
         (AUTO_ROUND | {"act_bits": 8}, "act_bits .* is 8"),
         (AUTO_ROUND | {"rotation_config": {"block_size": 32}}, "rotation_config"),
+        ({"quant_method": "vptq"}, "config_for_layers .* must say how"),
+        ({"quant_method": "vptq", "config_for_layers": {"a": 3}}, "a in config_for_layers .* is a int"),
+        (vptq_with(is_indice_packed=False), "is_indice_packed .* is False"),
+        (vptq_with(vector_quant_dim="in"), "vector_quant_dim .* is 'in'"),
+        (vptq_with(vector_lens=[8]), "vector_lens .* two whole numbers"),
+        (vptq_with(vector_lens=[4, 0]), "vector_lens .* a length and a number"),
+        (vptq_with(num_centroids=[-1, 100]), "num_centroids .* powers of two up to 65536"),
+        (vptq_with(num_centroids=[-1, 1 << 40]), "num_centroids .* two whole numbers"),
+        (vptq_with(num_res_centroids=[8, 8]), "num_res_centroids .* sum of two vectors"),
+        (vptq_with(group_size=0), "group_size .* is 0"),
         (
             AUTO_ROUND | {"data_type": "mx_fp", "rotation_config": {"hadamard_type": "learned"}},
             "hadamard_type .* is 'learned'",

@@ -21,7 +21,7 @@ from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
 from diptych.models.config import read_json
 from diptych.models.contents import contents_of
-from quantiser_files import DATA, KINDS, MORE_KINDS, quantise, tool_of
+from quantiser_files import DATA, KINDS, MORE_KINDS, VPTQ, quantise, tool_of
 
 HELD = {
     "gptq-4": "group4-g32-f16",
@@ -44,6 +44,8 @@ HELD = {
     "torchao-mxfp4": "group4-g32-e8m0-e2m1",
     "quanto-4": "group4-g128-bf16-minima16",
     "quanto-8": "group8-g128-bf16-wide",
+    "vptq-2": "bf16",
+    "vptq-1": "bf16",
     "w4a16": "group4-g32-bf16-zeros",
     "w8a8": "int8",
     "fp8-channel": "fp8",
@@ -77,6 +79,15 @@ def test_a_checkpoint_has_the_values_that_its_own_tool_reads(kind: str) -> None:
     expected = json.loads((DATA / kind / DIGESTS).read_text())
     assert len(expected) == 7
     assert {name: digest(values) for name, values in matrices(DATA / kind).items()} == expected
+
+
+@pytest.mark.parametrize("kind", VPTQ)
+def test_parts_of_vectors_are_those_of_the_whole(kind: str) -> None:
+    """Rows begin and end within vectors, of two lengths where outliers have one of their own."""
+    tensor = opened(DATA / kind).tensor("model.layers.0.mlp.down_proj.weight", 64, 96)
+    whole = tensor.read()
+    for rows in (slice(3, 20, 4), slice(5, 6), slice(60, 64), slice(None)):
+        assert torch.equal(tensor.part(rows, 40), whole[rows, :40])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -249,6 +260,13 @@ def test_biases_beside_codes_of_hqq_are_read(tmp_path: Path) -> None:
         ("torchao-intx-4", lambda t: t.update({f"{AO}qdata": t[f"{AO}qdata"].view(torch.uint8)}), "qdata is U8"),
         ("torchao-intx-4", lambda t: t.update({f"{AO}act_pre_scale": torch.ones(1)}), "act_pre_scale"),
         ("torchao-fp8", lambda t: t.pop(f"{AO}scale"), "is fp8 and has no scale beside it"),
+        ("vptq-2", lambda t: t.pop(f"{HQQ}res_centroids.weight"), "down_proj.res_centroids.weight is missing"),
+        ("vptq-2", lambda t: t.update({f"{HQQ}indices": t[f"{HQQ}indices"][:, 1:].clone()}), r"indices is I32 \[1, 10, 28\]"),
+        ("vptq-2", lambda t: t[f"{HQQ}perm"].fill_(3), "perm is no order of 96 inputs"),
+        ("vptq-2", lambda t: t[f"{HQQ}outlier_indices"].fill_(-1), "a code of 65535; 16 vectors are there"),
+        ("vptq-2", lambda t: t[f"{HQQ}weight_scale"].fill_(float("inf")), "weight_scale has a number that is not finite"),
+        ("vptq-2", lambda t: t.update({f"{HQQ}other": torch.tensor(1)}), "other"),
+        ("vptq-1", lambda t: t.update({f"{HQQ}centroids.weight": torch.ones(2, 8)}), r"centroids.weight is F32 \[2, 8\]"),
         ("hqq-columns", lambda t: t.update({f"{HQQ}zero": t[f"{HQQ}zero"].T.contiguous()}), r"zero is F16 \[192, 1\]"),
     ],
 )  # fmt: skip

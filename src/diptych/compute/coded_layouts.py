@@ -37,6 +37,7 @@ from diptych.compute.coded_sparse import SparseFloats, open_marlin, with_zeros
 from diptych.compute.coded_stacks import Fp8Entry
 from diptych.compute.coded_tensors import CONTRADICTION, FLOATS, all_bytes, nbytes_of, require, unpack_words
 from diptych.compute.coded_torchao import in_rows, open_integers, with_inputs_scaled
+from diptych.compute.coded_vectors import open_vectors
 from diptych.compute.ternary import TernaryMatrix
 from diptych.ground.errors import LoadError
 from diptych.models.quantisation import Quantisation
@@ -67,6 +68,8 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
         return open_books(raw, prefix, shape)
     if how.method == "sinq":
         return open_sinq(raw, prefix, shape, how)
+    if how.method == "vptq":
+        return open_vectors(raw, prefix, shape, how)
     if how.method == "quanto":
         return open_quanto(raw, prefix, shape)
     if how.method == "gemma":

@@ -229,7 +229,7 @@ def _hqq_values(how: Quantisation, name: str, header: Mapping[str, Any]) -> int:
     return int(math.prod(groups)) * (columns if groups[-1] == 1 else how.group_of(tag_of(module)))
 
 
-CODED_ENDINGS = (".compressed", ".codes", "._weight_qdata", ".weight._data._data", ".weight_packed", ".W_q")
+CODED_ENDINGS = (".compressed", ".codes", ".indices", "._weight_qdata", ".weight._data._data", ".weight_packed", ".W_q")
 
 
 def _coded(how: Quantisation, name: str, header: Mapping[str, Any]) -> tuple[int, str] | None:
@@ -242,6 +242,9 @@ def _coded(how: Quantisation, name: str, header: Mapping[str, Any]) -> tuple[int
     if ending == "codes":
         books = _sides(header, f"{module}.codebooks")
         return count // max(1, own[-1]) * math.prod(books[2:]), "aqlm"
+    if ending == "indices":
+        vectors = how.vectors_of(module)
+        return None if vectors is None else (math.prod(vectors.sides), "vptq")
     if ending == "_data":
         bits = round(8 * own[0] / max(1, math.prod(_sides(header, f"{module.removesuffix('._data')}._scale"))))
         return 8 * count // max(1, bits), f"quanto {bits} bit"

@@ -38,6 +38,29 @@ class Scheme:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Vectors:
+    """Outputs in runs that are vectors of codebooks (vptq), of one module.
+
+    sides: outputs and inputs; length: of a vector; size, rest: vectors of the first codebook, and of a second that is added (0:
+    none); runs: of so many inputs, `run`, that have codebooks of their own. outliers: inputs before those with a codebook of
+    their own, of `outlier_size` vectors of `outlier_length`. has_order: inputs are in another order; has_norm: each is scaled
+    and shifted.
+    """
+
+    sides: tuple[int, int]
+    length: int
+    size: int
+    rest: int
+    runs: int
+    run: int
+    outliers: int
+    outlier_length: int
+    outlier_size: int
+    has_order: bool
+    has_norm: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Quantisation:
     """How a checkpoint was quantised.
 
@@ -51,7 +74,7 @@ class Quantisation:
     is_ordered: codes of a word lie in their order, not in AutoAWQ's; is_signed: they are signed (quark).
     meets_int8_rows: codes of 8 bits meet activations of 8, as their publisher runs them (torchao).
     is_online: floats of layers are rounded at load, as the model does it whenever it runs (bitnet), but for those of `plain`.
-    rotations: of what layers read and give, which are multiplied into weights.
+    rotations: of what layers read and give, which are multiplied into weights. vectors: by module, or its last part (vptq).
     kept: the kernels' format that will hold most matrices, as far as the config says.
     note: what is read otherwise than its publisher runs it, for the log.
     """
@@ -76,6 +99,7 @@ class Quantisation:
     is_online: bool = False
     plain: tuple[str, ...] = ()
     rotations: tuple[Rotation, ...] = ()
+    vectors: Mapping[str, Vectors] = field(default_factory=dict)
     note: str = ""
 
     def rounds(self, module: str) -> bool:
@@ -90,6 +114,10 @@ class Quantisation:
     def bits_of(self, module: str) -> int:
         """Bits of a code there, where the config says it."""
         return next((bits for pattern, bits in self.own_bits if pattern.search(module)), self.bits or 4)
+
+    def vectors_of(self, module: str) -> Vectors | None:
+        """What a matrix there is made of; None where the config does not name it."""
+        return self.vectors.get(module, self.vectors.get(module.rpartition(".")[2]))
 
     def scheme_of(self, module: str, words: int, groups: int, inputs: int | None = None) -> Scheme:
         """Bits and group there. words: of 32 bits, that one output's codes take; groups: its scales; inputs: where known.

@@ -33,6 +33,7 @@ from diptych.models.quantised_hqq import read_hqq
 from diptych.models.quantised_quanto import read_quanto
 from diptych.models.quantised_quark import read_quark
 from diptych.models.quantised_torchao import read_torchao
+from diptych.models.quantised_vptq import read_vptq
 
 OWN = "diptych"  # what `diptych quantize` writes
 AWQ_LAYOUTS = ("gemm", "gemv", "gemv_fast")
@@ -51,7 +52,7 @@ MODELOPT: dict[str, KeptFormat | None] = {  # by quant_algo
 # how the tensors end in which one matrix lies: its codes, and what belongs to them and is no parameter
 CODES = (
     "qweight", "weight_packed", "embedding_quantized", "W_q", "_weight_qdata", "compressed", "codes", "weight._data",
-    "weight._data._data",
+    "weight._data._data", "indices",
 )  # fmt: skip
 BESIDE_CODES = (
     "qzeros", "scales", "g_idx", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_scale_inv",
@@ -61,7 +62,8 @@ BESIDE_CODES = (
     "output_scale", "output_zero_point", "embedding_scale", "input_activation_scale", "output_activation_scale",
     "k_cache_scale", "v_cache_scale", "kv_scale", "k_zero_point", "v_zero_point", "_weight_scale", "_weight_zero_point",
     "_weight_scale_and_zero", "_weight_per_tensor_scale", "_weight_act_pre_scale", "bitmask", "row_offsets", "shape",
-    "scale_packed", "meta", "codebooks", "weight._scale", "weight._shift", "qbiases",
+    "scale_packed", "meta", "codebooks", "centroids.weight", "res_centroids.weight",
+    "outlier_centroids.weight", "outlier_indices", "perm", "weight_bias", "weight._scale", "weight._shift", "qbiases",
     *(f"meta.{one}" for one in ("scale2", "awq_scale")),
     *(f"meta.{one}{part}" for one in ("scale", "zero") for part in ("", ".x", ".s", ".m")),
 )  # fmt: skip
@@ -327,5 +329,5 @@ READERS = {
     "awq": _awq, "gptq": _gptq, "auto-round": read_auto_round, "compressed-tensors": read_compressed, "fp8": _fp8,
     "mxfp8": _mxfp8, "fbgemm_fp8": _fbgemm_fp8, "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "bitnet": _bitnet,
     "quark": read_quark, "gemma": read_gemma, "hqq": read_hqq, "torchao": read_torchao,
-    "aqlm": _aqlm, "sinq": _sinq, "quanto": read_quanto, METAL: _metal,
+    "aqlm": _aqlm, "sinq": _sinq, "quanto": read_quanto, "vptq": read_vptq, METAL: _metal,
 }  # fmt: skip
