@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import scipy.linalg
 import torch
 from transformers.integrations.metal_quantization import _affine_dequantize_tensor, _affine_quantize_tensor
 
@@ -307,3 +308,50 @@ def _in_fragments(codes: torch.Tensor) -> torch.Tensor:
             for i, byte in enumerate(bytes_of):
                 found[:, :, thread, inner] |= (byte >> 4) << 4 * i | (byte & 15) << 4 * (i + 4)
     return torch.where(found >= 1 << 31, found - (1 << 32), found).to(torch.int32)
+
+
+def fp_quant(
+    kind: str, transform: str = "hadamard", *, sides: int = 32, scale: float = 1.0, padded: bool = False
+) -> Layout:
+    """As fp-quant 0.3 has it, its numbers by the formula of its `_dq_fp4`: grid[code] * scale / weight_global_scale.
+
+    kind: 'mxfp4', 'nvfp4' or 'floats'; padded: scales to 128 rows and four columns, as QuTLASS makes them.
+    """
+    group = 16 if kind == "nvfp4" else 32
+    grid = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    grid = torch.cat((grid, -grid))
+    turn = torch.tensor(scipy.linalg.hadamard(sides) * sides**-0.5)
+    if transform == "gsr":
+        turn = turn[:, (turn.diff(dim=0) != 0).sum(0).argsort()]
+    turn = (torch.eye(sides) if transform == "identity" else turn).bfloat16()
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        n, k = w.shape
+        generator = torch.Generator().manual_seed(n + k)
+        codes = torch.randint(16, (n, k), generator=generator)
+        if kind == "nvfp4":
+            scales = (torch.rand(n, k // group, generator=generator) + 0.1).to(torch.float8_e4m3fn)
+        else:
+            scales = torch.exp2(torch.randint(-5, -2, (n, k // group), generator=generator)).to(torch.float8_e8m0fnu)
+        values = (
+            grid[codes].view(n, -1, group) * (scales.float() / scale if kind == "nvfp4" else scales.float())[..., None]
+        )
+        values = (values if kind == "nvfp4" else values / scale).flatten(1)
+        stored = scales.view(torch.uint8)
+        if padded:
+            stored = torch.nn.functional.pad(stored, (0, -stored.shape[1] % 4, 0, -n % 128), value=9)
+        parts = {"qweight": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8), "scales": stored}
+        if kind == "floats":
+            parts = {"dqweight": values.bfloat16()}
+            values = values.bfloat16().float()
+        parts |= {"forward_hadamard_matrix": turn.clone(), "backward_hadamard_matrix": turn.clone()}
+        parts |= {one: torch.tensor([scale]).bfloat16() for one in ("weight_global_scale", "act_global_scale")}
+        # x H meets the values, so that x meets them times H transposed
+        return parts, (values.view(n, -1, sides).double() @ turn.double().T).flatten(1).float()
+
+    method = "quest" if scale == 1.0 else "abs_max"
+    config = {"quant_method": "fp_quant", "forward_dtype": "nvfp4" if kind == "nvfp4" else "mxfp4", "backward_dtype": "bf16",
+              "forward_method": method, "hadamard_group_size": sides, "transform_init": transform,
+              "pseudoquantization": kind == "floats", "store_master_weights": False,
+              "modules_to_not_convert": ["lm_head"]}  # fmt: skip
+    return Layout(config, write)

@@ -314,7 +314,7 @@ def test_rows_of_heads_and_of_what_gates_them_come_out_of_one_matrix(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"quant_method": "vptq"}, "quantised with 'vptq'"),
+        ({"quant_method": "eetq"}, "quantised with 'eetq', in the order of a GPU"),
         ({"quant_method": "awq", "bits": 3}, "bits .* is 3; 4 can be read"),
         ({"quant_method": "gptq", "bits": 5}, "bits .* is 5; 2 or 3 or 4 or 8"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size .* is 0"),
@@ -354,6 +354,9 @@ def test_rows_of_heads_and_of_what_gates_them_come_out_of_one_matrix(
         (AUTO_ROUND | {"data_type": "int_asym_dq"}, "data_type .* is 'int_asym_dq'"),
         (AUTO_ROUND | {"act_bits": 8}, "act_bits .* is 8"),
         (AUTO_ROUND | {"rotation_config": {"block_size": 32}}, "rotation_config"),
+        ({"quant_method": "fp_quant", "forward_dtype": "mxfp8"}, "forward_dtype .* is 'mxfp8'"),
+        ({"quant_method": "fp_quant", "store_master_weights": True}, "store_master_weights .* is True"),
+        ({"quant_method": "fp_quant", "transform_init": "random"}, "transform_init .* is 'random'"),
         ({"quant_method": "vptq"}, "config_for_layers .* must say how"),
         ({"quant_method": "vptq", "config_for_layers": {"a": 3}}, "a in config_for_layers .* is a int"),
         (vptq_with(is_indice_packed=False), "is_indice_packed .* is False"),

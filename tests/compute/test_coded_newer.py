@@ -30,7 +30,19 @@ from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig, read_config_file, read_json
 from diptych.models.contents import contents_of
 from diptych.models.quantised import quantisation_of
-from newer_files import aqlm, awq_gemv, marlin, metal, plain_floats, quanto, scaled_inputs, sinq, sparse, torchao_int4
+from newer_files import (
+    aqlm,
+    awq_gemv,
+    fp_quant,
+    marlin,
+    metal,
+    plain_floats,
+    quanto,
+    scaled_inputs,
+    sinq,
+    sparse,
+    torchao_int4,
+)
 
 ROWS = {"num_bits": 8, "strategy": "channel"}
 DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
@@ -59,6 +71,14 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
     "sinq 4": (lambda: sinq(4, 64), None),
     "sinq 3": (lambda: sinq(3, 64, has_small_scales=False), None),
     "sinq 5": (lambda: sinq(5, 32), None),
+    "fp-quant": (lambda: fp_quant("mxfp4"), None),
+    "fp-quant padded": (lambda: fp_quant("mxfp4", padded=True, scale=2.0), None),
+    "fp-quant gsr": (lambda: fp_quant("mxfp4", "gsr"), None),
+    "fp-quant plain": (lambda: fp_quant("mxfp4", "identity"), "group4-g32-e8m0-e2m1"),
+    "fp-quant plain over 3": (lambda: fp_quant("mxfp4", "identity", scale=3.0), None),
+    "fp-quant nvfp4": (lambda: fp_quant("nvfp4", sides=16, scale=8.0, padded=True), None),
+    "fp-quant nvfp4 plain": (lambda: fp_quant("nvfp4", "identity", scale=10.0), "group4-g16-e4m3-e2m1"),
+    "fp-quant floats": (lambda: fp_quant("floats"), None),
     "metal 2": (lambda: metal(2), "group2-g32-f32-minima"),
     "metal 4": (lambda: metal(4), "group4-g32-f32-minima"),
     "metal 8": (lambda: metal(8), "group8-g32-f32-minima-wide"),
@@ -101,7 +121,7 @@ def test_every_layout_gives_the_values_of_its_own_formula(layout: str, original:
 @pytest.mark.parametrize(
     "layout",
     ["gemv", "gemv fast", "sparse", "sparse fp8", "marlin in groups", "mxfp6", "aqlm 2x8", "quanto 2", "quanto 4",
-     "sinq 4", "metal 8", "torchao int4", "torchao int4 scaled",
+     "sinq 4", "fp-quant padded", "fp-quant plain", "metal 8", "torchao int4", "torchao int4 scaled",
      "torchao int4 tiles"],
 )  # fmt: skip
 def test_kept_weights_answer_as_their_values_do(
@@ -114,6 +134,15 @@ def test_kept_weights_answer_as_their_values_do(
 @pytest.mark.parametrize(
     ("layout", "change", "message"),
     [
+        ("fp-quant", lambda t: t.pop(f"{DOWN}forward_hadamard_matrix"), "forward_hadamard_matrix is missing"),
+        ("fp-quant", lambda t: t.update({f"{DOWN}forward_hadamard_matrix": torch.ones(9, 9)}), r"F32 \[9, 9\]; .* \[32, 32\]"),
+        ("fp-quant", lambda t: t[f"{DOWN}forward_hadamard_matrix"].fill_(float("nan")), "matrix has a number that is not"),
+        ("fp-quant", lambda t: t.update({f"{DOWN}scales": t[f"{DOWN}scales"][:, 1:].clone()}), r"scales is U8 \[128, 5\]"),
+        ("fp-quant", lambda t: t[f"{DOWN}scales"].fill_(255), "scales has a scale that is negative or not finite"),
+        ("fp-quant", lambda t: t.update({f"{DOWN}qweight": t[f"{DOWN}qweight"].int()}), "qweight is I32"),
+        ("fp-quant plain over 3", lambda t: t[f"{DOWN}weight_global_scale"].fill_(0), "weight_global_scale is 0.0"),
+        ("fp-quant nvfp4", lambda t: t[f"{DOWN}weight_global_scale"].fill_(0), "weight_global_scale is 0.0"),
+        ("fp-quant floats", lambda t: t.update({f"{DOWN}dqweight": t[f"{DOWN}dqweight"][1:].clone()}), r"BF16 \[127, 192\]"),
         ("gemv", lambda t: t.pop(f"{DOWN}qzeros"), "qzeros is missing"),
         ("gemv", lambda t: t.update({f"{DOWN}scales": t[f"{DOWN}scales"][:, :6].clone()}), r"scales is F16 \[128, 6\]"),
         ("gemv fast", lambda t: t.update({f"{DOWN}qweight": t[f"{DOWN}qweight"].int()}), r"qweight is I32 .* I16 \[32, 192\]"),
@@ -228,7 +257,7 @@ SPARSE = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "s
         ({"quant_method": "sinq", "nbits": 7}, "nbits .* is 7; 8 or 6"),
         ({"quant_method": "sinq", "nbits": 4, "tiling_mode": "2D"}, "tiling_mode .* is '2D'"),
         ({"quant_method": "sinq", "nbits": 4, "method": "asinq_nf4"}, "method .* is 'asinq_nf4'"),
-        ({"quant_method": "fp_quant"}, "quantised with 'fp_quant', whose activations are rotated; .* are read"),
+        ({"quant_method": "spqr"}, "quantised with 'spqr', with single weights beside its groups; .* are read"),
     ],
 )  # fmt: skip
 def test_what_is_not_known_is_refused_by_name(changed: dict[str, Any], message: str) -> None:

@@ -20,6 +20,7 @@ import torch
 from diptych.compute import ternary
 from diptych.compute.coded_awq import open_awq
 from diptych.compute.coded_books import open_books
+from diptych.compute.coded_fp_quant import open_fp_quant
 from diptych.compute.coded_hqq import open_hqq
 from diptych.compute.coded_matrices import (
     CodedMatrix,
@@ -68,6 +69,8 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
         return open_books(raw, prefix, shape)
     if how.method == "sinq":
         return open_sinq(raw, prefix, shape, how)
+    if how.method == "fp_quant":
+        return open_fp_quant(raw, prefix, shape, how)
     if how.method == "vptq":
         return open_vectors(raw, prefix, shape, how)
     if how.method == "quanto":

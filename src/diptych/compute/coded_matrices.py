@@ -34,6 +34,7 @@ from diptych.ground.formats import (
 )
 
 NAN_E4M3 = 0x7F  # the bits of the first that is no scale: behind it are the negative ones
+NAN_E8M0 = 0xFF
 LEAST_FP8 = 2.0**-100  # scale of codes of fp8 that kernels multiply, and the inverse of the largest
 SCALE_TYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 
@@ -369,9 +370,9 @@ class Fp4Matrix:
         return torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
 
     def _bytes(self, rows: slice) -> torch.Tensor:
-        """Scales as their bits. LoadError for E4M3 that is negative or not finite."""
+        """Scales as their bits. LoadError for one that is negative or not finite."""
         stored = self._raw.stored(self._scales).view(torch.uint8)[rows].contiguous()
-        if not self._has_powers and bool((stored >= NAN_E4M3).any()):
+        if bool((stored == NAN_E8M0 if self._has_powers else stored >= NAN_E4M3).any()):
             raise LoadError(
                 f"{self._scales} has a scale that is negative or not finite",
                 hint="the checkpoint is damaged; download it again",

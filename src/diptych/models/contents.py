@@ -187,6 +187,8 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
             count, stored = nbytes * 8 // bits, f"gemma {bits} bit"
         elif how is not None and how.method == "quark" and stored in ("U8", "I32") and name.endswith(".weight"):
             count, stored = 2 * nbytes, "quark 4 bit"
+        elif how is not None and how.method == "fp_quant" and name.endswith(".qweight"):
+            count, stored = 2 * nbytes, "fp-quant 4 bit"
         elif how is not None and how.method == "bitnet" and stored == "U8":
             count, stored = 4 * nbytes, "bitnet 2 bit"
         elif how is not None and how.method == "fp8" and stored == "I8":

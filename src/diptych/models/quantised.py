@@ -52,7 +52,7 @@ MODELOPT: dict[str, KeptFormat | None] = {  # by quant_algo
 # how the tensors end in which one matrix lies: its codes, and what belongs to them and is no parameter
 CODES = (
     "qweight", "weight_packed", "embedding_quantized", "W_q", "_weight_qdata", "compressed", "codes", "weight._data",
-    "weight._data._data", "indices",
+    "weight._data._data", "indices", "dqweight",
 )  # fmt: skip
 BESIDE_CODES = (
     "qzeros", "scales", "g_idx", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_scale_inv",
@@ -63,7 +63,8 @@ BESIDE_CODES = (
     "k_cache_scale", "v_cache_scale", "kv_scale", "k_zero_point", "v_zero_point", "_weight_scale", "_weight_zero_point",
     "_weight_scale_and_zero", "_weight_per_tensor_scale", "_weight_act_pre_scale", "bitmask", "row_offsets", "shape",
     "scale_packed", "meta", "codebooks", "centroids.weight", "res_centroids.weight",
-    "outlier_centroids.weight", "outlier_indices", "perm", "weight_bias", "weight._scale", "weight._shift", "qbiases",
+    "outlier_centroids.weight", "outlier_indices", "perm", "weight_bias", "act_global_scale",
+    "forward_hadamard_matrix", "backward_hadamard_matrix", "weight._scale", "weight._shift", "qbiases",
     *(f"meta.{one}" for one in ("scale2", "awq_scale")),
     *(f"meta.{one}{part}" for one in ("scale", "zero") for part in ("", ".x", ".s", ".m")),
 )  # fmt: skip
@@ -182,6 +183,20 @@ def _metal(section: HfConfig) -> Quantisation:
 def _aqlm(section: HfConfig) -> Quantisation:
     """Sums of vectors of codebooks, whose sizes the tensors show."""
     return Quantisation(method="aqlm", bits=section.integer("nbits_per_codebook", 16))
+
+
+def _fp_quant(section: HfConfig) -> Quantisation:
+    """MXFP4 and NVFP4 of rotated weights, whose rotation lies beside each matrix."""
+    kind = one_of(section, "forward_dtype", ("mxfp4", "nvfp4"), "nvfp4")
+    one_of(section, "store_master_weights", (False,), False)  # which are rounded whenever the model runs
+    is_turned = one_of(section, "transform_init", ("hadamard", "identity", "gsr"), "hadamard") != "identity"
+    is_plain = section.flag("pseudoquantization", False)
+    has_scale = one_of(section, "forward_method", ("abs_max", "quest"), "abs_max") == "abs_max" and kind == "mxfp4"  # 3
+    kept = None if is_turned or is_plain or has_scale else KEPT_MXFP4 if kind == "mxfp4" else KEPT_NVFP4
+    has = "16 bits, and are not rotated: that is in the weights" if kept is None else "8 bits"
+    return Quantisation(
+        method="fp_quant", bits=4, group=32 if kind == "mxfp4" else 16, kept=kept, note=f"activations have {has}"
+    )
 
 
 def _sinq(section: HfConfig) -> Quantisation:
@@ -320,7 +335,6 @@ def _bitnet(section: HfConfig) -> Quantisation:
 
 UNREAD = {  # what is known, and why it is not read
     "eetq": ", in the order of a GPU that the file does not name",
-    "fp_quant": ", whose activations are rotated",
     "higgs": ", whose vectors are rotated",
     "spqr": ", with single weights beside its groups",
     "nvfp4": ", which transformers makes when it loads and cannot save",
@@ -329,5 +343,5 @@ READERS = {
     "awq": _awq, "gptq": _gptq, "auto-round": read_auto_round, "compressed-tensors": read_compressed, "fp8": _fp8,
     "mxfp8": _mxfp8, "fbgemm_fp8": _fbgemm_fp8, "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "bitnet": _bitnet,
     "quark": read_quark, "gemma": read_gemma, "hqq": read_hqq, "torchao": read_torchao,
-    "aqlm": _aqlm, "sinq": _sinq, "quanto": read_quanto, "vptq": read_vptq, METAL: _metal,
+    "aqlm": _aqlm, "sinq": _sinq, "fp_quant": _fp_quant, "quanto": read_quanto, "vptq": read_vptq, METAL: _metal,
 }  # fmt: skip
