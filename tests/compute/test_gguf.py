@@ -14,11 +14,13 @@ from golden import ask_reference, check_golden
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from diptych.compute.gguf import GgufCheckpoint
+from diptych.compute.gguf_codes import FEW_BITS
 from diptych.compute.ops.cpu_kernels import instruction_sets
 from diptych.compute.runner import load_model
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
+from diptych.models.contents import contents_of
 from diptych.models.gguf import count_parameters, load_gguf_spec, read_config
 from diptych.models.gguf_file import BLOCK_TYPES, open_gguf
 from gguf_files import ARCHITECTURES, Tensors, gguf_reference, joined, quantised, write_gguf
@@ -286,10 +288,12 @@ def read_by_transformers(path: Path) -> Any:
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "head_dim": 32, "num_hidden_layers": 1}
+FP32: dict[str, Any] = {"backend": "torch", "weights": "fp32"}
 RARE = ("IQ1", "IQ2", "IQ3", "TQ")
 TYPES = [
     pytest.param(kind.name, marks=[pytest.mark.slow] if kind.name.startswith(RARE) else [])
     for kind in BLOCK_TYPES.values()
+    if kind.name not in FEW_BITS  # which the package does not dequantise
 ]
 
 
@@ -304,6 +308,36 @@ def test_every_type_gives_the_logits_that_transformers_reads_out_of_the_file(kin
     logits = Stepper(load_model(path, REFERENCE)).prefill("it", prompt[0].tolist(), chunk=None)
     assert expected.std() > 1e-3
     assert (logits - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.native
+def test_files_of_one_bit_answer_as_their_values_do(tmp_path: Path) -> None:
+    """The package writes them and does not read them: values are a block's scale, below 0 where a bit is not set."""
+    kind = gguf.GGMLQuantizationType.Q1_0
+
+    def is_coded(name: str) -> bool:
+        return name.startswith("blk.") and "norm" not in name and name.endswith("weight")
+
+    def valued(tensors: Tensors) -> Tensors:
+        found = dict(tensors)
+        for name in filter(is_coded, tensors):
+            blocks = quantised(tensors[name], kind).reshape(-1, 18)
+            signs = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little") * np.float32(2) - 1
+            scales = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
+            found[name] = (signs * scales).reshape(tensors[name].shape)
+        return found
+
+    reference = gguf_reference("qwen2", **WIDE)
+    coded = write_gguf(reference, tmp_path / "coded.gguf", choose=lambda name: kind.name if is_coded(name) else "F32")
+    plain = write_gguf(reference, tmp_path / "plain.gguf", change=valued)
+    prompt = list(range(3, 40))
+    expected, exact, got = (
+        Stepper(load_model(path, ComputeConfig(threads=1, **how))).prefill("it", prompt, chunk=None).clone()
+        for path, how in ((plain, FP32), (coded, FP32), (coded, {"backend": "cpu"}))
+    )
+    assert torch.equal(exact, expected)
+    assert (got - expected).abs().max() < 0.06 * expected.abs().max()
+    assert contents_of(coded).kept == "group2-g128-f16"
 
 
 @pytest.mark.native

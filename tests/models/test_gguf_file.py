@@ -71,9 +71,9 @@ def test_a_header_is_walked_once_while_somebody_holds_it(tmp_path: Path) -> None
 def test_types_have_the_sizes_of_the_package() -> None:
     """A block of one byte more reads every tensor behind it wrongly."""
     known = {int(kind): (kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
-    assert {
-        number: (kind.name, kind.elements, kind.nbytes) for number, kind in BLOCK_TYPES.items()
-    }.items() <= known.items()
+    ours = {number: (kind.name, kind.elements, kind.nbytes) for number, kind in BLOCK_TYPES.items()}
+    assert ours.pop(42) == ("Q2_0", 64, 18)  # which llama.cpp has, and no package yet
+    assert ours.items() <= known.items()
 
 
 @pytest.mark.parametrize("alignment", [None, 8, 512, 2048, 4096])

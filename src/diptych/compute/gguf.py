@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from diptych.compute.gguf_codes import codes_of
+from diptych.compute.gguf_codes import FEW_BITS, codes_of, values_of
 from diptych.compute.gguf_lattices import LATTICES
 from diptych.compute.mapped_pages import give_pages_back
 from diptych.compute.ops.contract import WeightTensor
@@ -413,6 +413,9 @@ def dequantised(raw: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch
     step = max(1, DEQUANTISED_VALUES // width)
     with np.errstate(all="ignore"):  # a damaged scale may be infinite: what it makes is seen by whoever cannot hold it
         for begin in range(0, rows, step):
+            if kind.name in FEW_BITS:
+                values[begin : begin + step] = values_of(raw[begin : begin + step], kind.name)
+                continue
             # as one row: of several the library takes 16 at a time, whose calls cost more than short rows' numbers
             piece = quants.dequantize(raw[begin : begin + step].reshape(1, -1).numpy(), types[kind.name])
             values[begin : begin + step] = torch.from_numpy(piece).view(-1, width)

@@ -23,6 +23,8 @@ def codes_of(blocks: torch.Tensor, kind: str) -> Codes:
         return codes_of_lattice(blocks, kind)
     if kind == "NVFP4":
         return _floats_of_four(blocks.view(len(blocks), -1, 36))
+    if kind in FEW_BITS:
+        return _few_bits(blocks, FEW_BITS[kind])
     if kind in SUPER_BLOCKS:
         size, taken_apart = SUPER_BLOCKS[kind]
         return taken_apart(blocks.view(len(blocks), -1, size))
@@ -37,6 +39,22 @@ def codes_of(blocks: torch.Tensor, kind: str) -> Codes:
     scales = blocks[..., 0] if kind == "MXFP4" else _halves(blocks[..., :2])
     minima = _halves(blocks[..., 2:4]) if kind in ("Q4_1", "Q5_1") else None
     return Codes(codes=codes.flatten(1), scales=scales, offsets=minima)
+
+
+def values_of(blocks: torch.Tensor, kind: str) -> torch.Tensor:
+    """Rows of blocks [n, bytes] uint8 of a type of FEW_BITS as fp32 [n, values]; exact."""
+    codes = codes_of(blocks, kind)
+    levels = codes.codes.float() - 2
+    by_block = levels.view(len(blocks), codes.scales.shape[1], -1) * codes.scales.float()[..., None]
+    return by_block.flatten(1)
+
+
+def _few_bits(blocks: torch.Tensor, bits: int) -> Codes:
+    """d (fp16) and 16 bytes of codes, the lowest bits first: of 1 bit -1 and 1; of 2 bits -1 to 2, or 1 to -2 times -d."""
+    each = blocks.view(len(blocks), -1, 18)
+    stored = each[..., 2:, None] >> torch.arange(0, 8, bits, dtype=torch.uint8) & (1 << bits) - 1
+    codes, d = stored.flatten(1), _halves(each[..., :2])
+    return Codes(codes=2 * codes + 1 if bits == 1 else 3 - codes, scales=d if bits == 1 else -d)
 
 
 def _halves(stored: torch.Tensor) -> torch.Tensor:
@@ -131,6 +149,7 @@ def _shifted(stored: torch.Tensor, bits: int) -> torch.Tensor:
     return (stored >> torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]) & ((1 << bits) - 1)
 
 
+FEW_BITS = {"Q1_0": 1, "Q2_0": 2}  # of a code, of types that the gguf package does not dequantise
 SUPER_BLOCKS: dict[str, tuple[int, Callable[[torch.Tensor], Codes]]] = {  # bytes of 256 values
     "Q2_K": (84, _twos),
     "Q3_K": (110, _threes),

@@ -290,6 +290,8 @@ GGUF_KEPT: dict[str, KeptFormat] = {
     "TQ1_0": _of_gguf("group2", "s8", group=64),
     "TQ2_0": _of_gguf("group2", "s8", group=64),
     "NVFP4": KEPT_NVFP4,
+    "Q1_0": _of_gguf("group2", "f16", group=128),
+    "Q2_0": _of_gguf("group2", "f16", group=64),
 }
 
 
