@@ -355,3 +355,34 @@ def fp_quant(
               "pseudoquantization": kind == "floats", "store_master_weights": False,
               "modules_to_not_convert": ["lm_head"]}  # fmt: skip
     return Layout(config, write)
+
+
+def four_over_six(rule: str = "mse", most: int = 6 * 256) -> Layout:
+    """As fouroversix 1.0 has it: NVFP4 filled up to 128 rows and 64 inputs, scales in blocks of 128 rows by four.
+
+    most: in codes and scales, what the largest value is.
+    """
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        (n, k), generator = w.shape, torch.Generator().manual_seed(w.shape[1])
+        rows, groups = -(-n // 128) * 128, -(-k // 64) * 4
+        codes = torch.randint(16, (rows, groups * 16), generator=generator)
+        scales = (torch.rand(rows, groups, generator=generator) * 200 + 1).to(torch.float8_e4m3fn)
+        r, c = torch.meshgrid(torch.arange(rows), torch.arange(groups), indexing="ij")
+        places = (r // 128 * (groups // 4) + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+        stored = torch.empty(rows * groups, dtype=torch.uint8)
+        stored[places.flatten()] = scales.view(torch.uint8).flatten()
+        largest = w.abs().amax().float()
+        grid = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        parts = {
+            "quantized_weight_values": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8),
+            "quantized_weight_scale_factors": stored.view(torch.float8_e4m3fn),
+            "quantized_weight_amax": largest,
+            "quantized_weight_metadata": torch.tensor([n, k, rows, groups * 16, 1, 1]),
+        }
+        values = grid[codes].view(rows, groups, 16) * (scales.float() * (largest / most))[..., None]
+        return parts, values.flatten(1)[:n, :k].contiguous()
+
+    config = {"quant_method": "fouroversix", "dtype": "nvfp4", "scale_rule": rule, "keep_master_weights": False,
+              "module_config_overrides": None, "modules_to_not_convert": ["lm_head"]}  # fmt: skip
+    return Layout(config, write)

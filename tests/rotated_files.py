@@ -5,6 +5,7 @@ python tests/rotated_files.py tests/data/quantisers     # how AutoRound's were m
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import sys
@@ -15,7 +16,7 @@ import torch
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.transform import TransformArgs, TransformConfig, TransformScheme, apply_transform_config
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FourOverSixConfig
 
 from checkpoints import make_checkpoint
 from coded_files import TOKENS, Layout
@@ -110,6 +111,42 @@ def by_auto_round(target: Path, scheme: str, block: int) -> None:
         shutil.rmtree(target / one)
 
 
+FOUR_OVER_SIX = {"four-over-six": "mse", "four-over-six-static": "static_4"}
+
+
+def by_four_over_six(target: Path, rule: str) -> None:
+    """A folder of its own numbers in its own names, and the logits of transformers with what it dequantises in fp32."""
+    from fouroversix import ModelQuantizationConfig, dequantize, quantize_model
+    from fouroversix.model.modules.linear import FourOverSixLinear
+
+    original = make_checkpoint("llama", target / "original", dtype=torch.bfloat16, **FIELDS)
+    model = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32)
+    quantize_model(model, ModelQuantizationConfig(quantize_backend="pytorch", scale_rule=rule))
+    plain = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32)
+    tensors = load_file(original / "model.safetensors")
+    for name, module in model.named_modules():
+        if not isinstance(module, FourOverSixLinear) or name == "lm_head":
+            continue
+        parts = module.get_quantized_parameters("weight", tensors.pop(f"{name}.weight"))
+        tensors |= {f"{name}.{key}": part.contiguous() for key, part in parts.items()}
+        for key, part in parts.items():
+            setattr(module, key, torch.nn.Parameter(part, requires_grad=False))
+        values = dequantize(module.quantized_weight(), torch.float32)
+        plain.get_submodule(name).weight.data = values
+    with torch.no_grad():
+        logits = plain(torch.tensor([TOKENS])).logits[0]
+    config = json.loads((original / "config.json").read_text())
+    config["quantization_config"] = FourOverSixConfig(scale_rule=rule).to_dict()
+    (target / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    (target / LOGITS).write_text(json.dumps([[round(one, 5) for one in row] for row in logits.tolist()]) + "\n")
+    shutil.rmtree(target / "original")
+
+
 if __name__ == "__main__":
-    for kind, how in AUTO_ROUND.items():
-        by_auto_round(Path(sys.argv[1]) / kind, *how)
+    for tool, write, kinds in (
+        ("auto_round", by_auto_round, AUTO_ROUND),
+        ("fouroversix", by_four_over_six, {kind: (rule,) for kind, rule in FOUR_OVER_SIX.items()}),
+    ):
+        for kind, how in kinds.items() if importlib.util.find_spec(tool) is not None else ():
+            write(Path(sys.argv[1]) / kind, *how)

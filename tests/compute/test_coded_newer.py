@@ -33,6 +33,7 @@ from diptych.models.quantised import quantisation_of
 from newer_files import (
     aqlm,
     awq_gemv,
+    four_over_six,
     fp_quant,
     marlin,
     metal,
@@ -79,6 +80,8 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
     "fp-quant nvfp4": (lambda: fp_quant("nvfp4", sides=16, scale=8.0, padded=True), None),
     "fp-quant nvfp4 plain": (lambda: fp_quant("nvfp4", "identity", scale=10.0), "group4-g16-e4m3-e2m1"),
     "fp-quant floats": (lambda: fp_quant("floats"), None),
+    "four over six": (four_over_six, "group4-g16-e4m3-e2m1"),
+    "four over six, always four": (lambda: four_over_six("static_4", 4 * 448), "group4-g16-e4m3-e2m1"),
     "metal 2": (lambda: metal(2), "group2-g32-f32-minima"),
     "metal 4": (lambda: metal(4), "group4-g32-f32-minima"),
     "metal 8": (lambda: metal(8), "group8-g32-f32-minima-wide"),
@@ -134,6 +137,14 @@ def test_kept_weights_answer_as_their_values_do(
 @pytest.mark.parametrize(
     ("layout", "change", "message"),
     [
+        ("four over six", lambda t: t.pop(f"{DOWN}quantized_weight_amax"), "quantized_weight_amax is missing"),
+        ("four over six", lambda t: t[f"{DOWN}quantized_weight_metadata"][5].fill_(0), r"metadata is \[128, 192, 128, 192, 1"),
+        ("four over six", lambda t: t[f"{DOWN}quantized_weight_amax"].fill_(float("inf")), "amax has a number that is not"),
+        (
+            "four over six",
+            lambda t: t.update({f"{DOWN}quantized_weight_values": t[f"{DOWN}quantized_weight_values"][1:].clone()}),
+            r"quantized_weight_values is U8 \[127, 96\]",
+        ),
         ("fp-quant", lambda t: t.pop(f"{DOWN}forward_hadamard_matrix"), "forward_hadamard_matrix is missing"),
         ("fp-quant", lambda t: t.update({f"{DOWN}forward_hadamard_matrix": torch.ones(9, 9)}), r"F32 \[9, 9\]; .* \[32, 32\]"),
         ("fp-quant", lambda t: t[f"{DOWN}forward_hadamard_matrix"].fill_(float("nan")), "matrix has a number that is not"),

@@ -20,7 +20,7 @@ from diptych.models.contents import contents_of
 pytest.importorskip("compressed_tensors")
 
 from quantiser_files import DATA
-from rotated_files import AUTO_ROUND, LOGITS, Groups, quip, rotated, spinquant
+from rotated_files import AUTO_ROUND, FOUR_OVER_SIX, LOGITS, Groups, quip, rotated, spinquant
 
 W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 DOWN = "model.layers.0.mlp.down_proj."
@@ -165,16 +165,23 @@ def test_other_rotations_are_refused_by_name(groups: Any, message: str, original
         logits_of(path, backend="torch", weights="fp32")
 
 
-@pytest.mark.parametrize("kind", AUTO_ROUND)
-def test_folders_that_auto_round_rotated_answer_as_its_own_model_does(kind: str) -> None:
-    """With the rotations of inputs that it runs, of MXFP4 in blocks of 32, of NVFP4 of 16, and without rounding those."""
+@pytest.mark.parametrize("kind", [*AUTO_ROUND, *FOUR_OVER_SIX])
+def test_folders_answer_as_the_models_of_their_own_tools_do(kind: str) -> None:
+    """AutoRound's with the rotations that it runs, of MXFP4 in blocks of 32, of NVFP4 of 16; without rounding what they turn."""
     expected = torch.tensor(json.loads((DATA / kind / LOGITS).read_text()))
     got = logits_of(DATA / kind, backend="torch", weights="fp32")
     assert expected.std() > 0.3
     assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
-    config = json.loads((DATA / kind / "config.json").read_text())
-    assert config["quantization_config"]["rotation_config"]["hadamard_type"] == "hadamard"
-    assert contents_of(DATA / kind).kept is None
+    contents = contents_of(DATA / kind)
+    assert contents.kept == (None if kind in AUTO_ROUND else "group4-g16-e4m3-e2m1")
+    loaded = load_model(DATA / kind, ComputeConfig(backend="torch", threads=1)).n_parameters
+    assert loaded == sum(group.parameters for group in contents.groups)
+
+
+@pytest.mark.native
+def test_four_over_six_keeps_its_four_bits(caplog: pytest.LogCaptureFixture) -> None:
+    """As any NVFP4, though its scales go to another largest number."""
+    assert "kept=group4-g16-e4m3-e2m1:100.0%" in said_in_use(DATA / "four-over-six", caplog, 0.02)
 
 
 def test_without_their_rotations_they_answer_otherwise(tmp_path: Path) -> None:

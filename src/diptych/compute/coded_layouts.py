@@ -20,6 +20,7 @@ import torch
 from diptych.compute import ternary
 from diptych.compute.coded_awq import open_awq
 from diptych.compute.coded_books import open_books
+from diptych.compute.coded_four_over_six import open_four_over_six
 from diptych.compute.coded_fp_quant import open_fp_quant
 from diptych.compute.coded_hqq import open_hqq
 from diptych.compute.coded_matrices import (
@@ -69,6 +70,8 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
         return open_books(raw, prefix, shape)
     if how.method == "sinq":
         return open_sinq(raw, prefix, shape, how)
+    if how.method == "fouroversix":
+        return open_four_over_six(raw, prefix, shape, how)
     if how.method == "fp_quant":
         return open_fp_quant(raw, prefix, shape, how)
     if how.method == "vptq":

@@ -156,12 +156,14 @@ def in_rows(raw: RawTensors, scale: str, shape: tuple[int, int]) -> RawTensors:
     if dtype not in ("F8_E4M3", "F8_E8M0") or found != (32 * rows, 16 * columns):
         return raw
 
-    def read() -> torch.Tensor:
-        stored = raw.stored(scale)
-        blocks = stored.view(torch.uint8).reshape(rows, columns, 32, 4, BLOCK_SCALES).permute(0, 3, 2, 1, 4)
-        return blocks.reshape(rows * BLOCK_ROWS, -1)[:n, :groups].contiguous().view(stored.dtype)
+    return Overlaid(raw, {scale: Made((n, groups), dtype, lambda: out_of_blocks(raw.stored(scale), (n, groups)))})
 
-    return Overlaid(raw, {scale: Made((n, groups), dtype, read)})
+
+def out_of_blocks(stored: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Scales of 8 bits in whole blocks as rows of that shape."""
+    rows, columns = -(-shape[0] // BLOCK_ROWS), -(-shape[1] // BLOCK_SCALES)
+    blocks = stored.view(torch.uint8).reshape(rows, columns, 32, 4, BLOCK_SCALES).permute(0, 3, 2, 1, 4)
+    return blocks.reshape(rows * BLOCK_ROWS, -1)[: shape[0], : shape[1]].contiguous().view(stored.dtype)
 
 
 def _require(raw: RawTensors, name: str, shape: tuple[int, ...], *dtypes: str) -> None:

@@ -189,6 +189,10 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
             count, stored = 2 * nbytes, "quark 4 bit"
         elif how is not None and how.method == "fp_quant" and name.endswith(".qweight"):
             count, stored = 2 * nbytes, "fp-quant 4 bit"
+        elif how is not None and how.method == "fouroversix" and name.endswith(".quantized_weight_values"):
+            beside = header.get(f"{name.removesuffix('values')}metadata")
+            sides = () if beside is None else stored_numbers(path, beside)[:2]  # without what is filled up
+            count, stored = math.prod(sides) if sides else 2 * nbytes, "fouroversix 4 bit"
         elif how is not None and how.method == "bitnet" and stored == "U8":
             count, stored = 4 * nbytes, "bitnet 2 bit"
         elif how is not None and how.method == "fp8" and stored == "I8":

@@ -74,6 +74,7 @@ class Quantisation:
     is_ordered: codes of a word lie in their order, not in AutoAWQ's; is_signed: they are signed (quark).
     meets_int8_rows: codes of 8 bits meet activations of 8, as their publisher runs them (torchao).
     is_online: floats of layers are rounded at load, as the model does it whenever it runs (bitnet), but for those of `plain`.
+    largest: what a matrix's largest value is in codes and scales (fouroversix).
     rotations: of what layers read and give, which are multiplied into weights. vectors: by module, or its last part (vptq).
     kept: the kernels' format that will hold most matrices, as far as the config says.
     note: what is read otherwise than its publisher runs it, for the log.
@@ -98,6 +99,7 @@ class Quantisation:
     meets_int8_rows: bool = False
     is_online: bool = False
     plain: tuple[str, ...] = ()
+    largest: int = 1
     rotations: tuple[Rotation, ...] = ()
     vectors: Mapping[str, Vectors] = field(default_factory=dict)
     note: str = ""

@@ -44,6 +44,8 @@ AWQ_BACKENDS = (  # kernels of AutoAWQ and GPTQModel, which change no layout; ll
 MLX = "mlx"  # which names itself nowhere
 METAL = "metal"  # of transformers, by MLX's kernels
 MLX_MODES = {"mxfp4": (4, 32, KEPT_MXFP4), "nvfp4": (4, 16, KEPT_NVFP4), "mxfp8": (8, 32, None)}  # beside "affine"
+# what the largest value of a matrix is in codes and scales, by Four Over Six's rule for these
+FOUR_OVER_SIX = {"mse": 6 * 256, "mae": 6 * 256, "abs_max": 6 * 256, "static_6": 6 * 448, "static_4": 4 * 448}
 MLX_GROUPS = (32, 64, 128)
 MODELOPT: dict[str, KeptFormat | None] = {  # by quant_algo
     "nvfp4": KEPT_NVFP4, "w4a16_nvfp4": KEPT_NVFP4, "fp8": kept_fp8(None), "fp8_per_channel_per_token": kept_fp8(None),
@@ -52,7 +54,7 @@ MODELOPT: dict[str, KeptFormat | None] = {  # by quant_algo
 # how the tensors end in which one matrix lies: its codes, and what belongs to them and is no parameter
 CODES = (
     "qweight", "weight_packed", "embedding_quantized", "W_q", "_weight_qdata", "compressed", "codes", "weight._data",
-    "weight._data._data", "indices", "dqweight",
+    "weight._data._data", "indices", "dqweight", "quantized_weight_values",
 )  # fmt: skip
 BESIDE_CODES = (
     "qzeros", "scales", "g_idx", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_scale_inv",
@@ -63,7 +65,9 @@ BESIDE_CODES = (
     "k_cache_scale", "v_cache_scale", "kv_scale", "k_zero_point", "v_zero_point", "_weight_scale", "_weight_zero_point",
     "_weight_scale_and_zero", "_weight_per_tensor_scale", "_weight_act_pre_scale", "bitmask", "row_offsets", "shape",
     "scale_packed", "meta", "codebooks", "centroids.weight", "res_centroids.weight",
-    "outlier_centroids.weight", "outlier_indices", "perm", "weight_bias", "act_global_scale",
+    "outlier_centroids.weight", "outlier_indices", "perm", "weight_bias", "quantized_weight_scale_factors",
+    "quantized_weight_amax", "quantized_weight_metadata",
+    "act_global_scale",
     "forward_hadamard_matrix", "backward_hadamard_matrix", "weight._scale", "weight._shift", "qbiases",
     *(f"meta.{one}" for one in ("scale2", "awq_scale")),
     *(f"meta.{one}{part}" for one in ("scale", "zero") for part in ("", ".x", ".s", ".m")),
@@ -196,6 +200,24 @@ def _fp_quant(section: HfConfig) -> Quantisation:
     has = "16 bits, and are not rotated: that is in the weights" if kept is None else "8 bits"
     return Quantisation(
         method="fp_quant", bits=4, group=32 if kind == "mxfp4" else 16, kept=kept, note=f"activations have {has}"
+    )
+
+
+def _four_over_six(section: HfConfig) -> Quantisation:
+    """NVFP4, whose groups reach to 4 or to 6, with the largest of a matrix beside it."""
+    one_of(section, "dtype" if section.raw.get("weight_dtype") is None else "weight_dtype", ("nvfp4",), "nvfp4")
+    one_of(section, "keep_master_weights", (False,), False)
+    one_of(section, "weight_round_style", ("nearest", None), None)
+    if section.raw.get("module_config_overrides"):
+        refuse(section, "module_config_overrides", "modules that are all quantised alike can be read")
+    usual = one_of(section, "scale_rule", tuple(FOUR_OVER_SIX), "mse")
+    rule = one_of(section, "weight_scale_rule", (None, *FOUR_OVER_SIX), None) or usual
+    return Quantisation(
+        method="fouroversix",
+        bits=4,
+        largest=FOUR_OVER_SIX[rule],
+        kept=KEPT_NVFP4,
+        note="activations have 8 bits, not their publisher's 4",
     )
 
 
@@ -343,5 +365,6 @@ READERS = {
     "awq": _awq, "gptq": _gptq, "auto-round": read_auto_round, "compressed-tensors": read_compressed, "fp8": _fp8,
     "mxfp8": _mxfp8, "fbgemm_fp8": _fbgemm_fp8, "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "bitnet": _bitnet,
     "quark": read_quark, "gemma": read_gemma, "hqq": read_hqq, "torchao": read_torchao,
-    "aqlm": _aqlm, "sinq": _sinq, "fp_quant": _fp_quant, "quanto": read_quanto, "vptq": read_vptq, METAL: _metal,
+    "aqlm": _aqlm, "sinq": _sinq, "fp_quant": _fp_quant, "fouroversix": _four_over_six,
+    "quanto": read_quanto, "vptq": read_vptq, METAL: _metal,
 }  # fmt: skip
