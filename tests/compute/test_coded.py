@@ -46,15 +46,7 @@ CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel"}
 DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "dynamic": "local", "group_size": 16}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}
-HADAMARD = {"algorithm": "hadamard", "hadamard_type": "hadamard", "block_size": 32}
 GROUPS = {"qscheme": "per_group", "ch_axis": -1, "group_size": 32}
-
-
-def vptq_with(**fields: Any) -> dict[str, Any]:
-    """Of one module."""
-    usual = {"vector_lens": [-1, 8], "num_centroids": [-1, 256], "num_res_centroids": [-1, -1], "group_num": 1,
-             "group_size": 64, "outlier_size": 0, "in_features": 64, "out_features": 64}  # fmt: skip
-    return {"quant_method": "vptq", "config_for_layers": {"model.layers.0.mlp.down_proj": usual | fields}}
 
 
 def hqq_with(**weights: Any) -> dict[str, Any]:
@@ -354,33 +346,6 @@ def test_rows_of_heads_and_of_what_gates_them_come_out_of_one_matrix(
         (AUTO_ROUND | {"data_type": "int_asym_dq"}, "data_type .* is 'int_asym_dq'"),
         (AUTO_ROUND | {"act_bits": 8}, "act_bits .* is 8"),
         (AUTO_ROUND | {"rotation_config": {"block_size": 32}}, "rotation_config"),
-        ({"quant_method": "fp_quant", "forward_dtype": "mxfp8"}, "forward_dtype .* is 'mxfp8'"),
-        ({"quant_method": "fp_quant", "store_master_weights": True}, "store_master_weights .* is True"),
-        ({"quant_method": "fp_quant", "transform_init": "random"}, "transform_init .* is 'random'"),
-        ({"quant_method": "fouroversix", "dtype": "if4"}, "dtype .* is 'if4'"),
-        ({"quant_method": "fouroversix", "weight_dtype": "mxfp4"}, "weight_dtype .* is 'mxfp4'"),
-        ({"quant_method": "fouroversix", "weight_scale_rule": "learned"}, "weight_scale_rule .* is 'learned'"),
-        ({"quant_method": "fouroversix", "keep_master_weights": True}, "keep_master_weights .* is True"),
-        ({"quant_method": "fouroversix", "module_config_overrides": {"a": {}}}, "module_config_overrides"),
-        ({"quant_method": "vptq"}, "config_for_layers .* must say how"),
-        ({"quant_method": "vptq", "config_for_layers": {"a": 3}}, "a in config_for_layers .* is a int"),
-        (vptq_with(is_indice_packed=False), "is_indice_packed .* is False"),
-        (vptq_with(vector_quant_dim="in"), "vector_quant_dim .* is 'in'"),
-        (vptq_with(vector_lens=[8]), "vector_lens .* two whole numbers"),
-        (vptq_with(vector_lens=[4, 0]), "vector_lens .* a length and a number"),
-        (vptq_with(num_centroids=[-1, 100]), "num_centroids .* powers of two up to 65536"),
-        (vptq_with(num_centroids=[-1, 1 << 40]), "num_centroids .* two whole numbers"),
-        (vptq_with(num_res_centroids=[8, 8]), "num_res_centroids .* sum of two vectors"),
-        (vptq_with(group_size=0), "group_size .* is 0"),
-        (
-            AUTO_ROUND | {"data_type": "mx_fp", "rotation_config": {"hadamard_type": "learned"}},
-            "hadamard_type .* is 'learned'",
-        ),
-        (
-            AUTO_ROUND | {"data_type": "mx_fp", "rotation_config": HADAMARD | {"backend": "inplace"}},
-            "backend .* is 'inplace'",
-        ),
-        (AUTO_ROUND | {"data_type": "mx_fp", "rotation_config": HADAMARD | {"block_size": 24}}, "block_size .* is 24"),
         (AUTO_ROUND | {"extra_config": {"lm_head": 4}}, "has a int for lm_head"),
         (AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 9}}}, "bits in lm_head in extra_config .* is 9"),
         (AUTO_ROUND | {"extra_config": {"lm_head": {"data_type": "mx_fp"}}}, "data_type in lm_head .* is 'mx_fp'"),

@@ -242,7 +242,16 @@ def test_sides_that_a_layout_cannot_have_are_refused(
         opened(coded).tensor(f"{DOWN}weight", *sides)
 
 
+HADAMARD = {"algorithm": "hadamard", "hadamard_type": "hadamard", "block_size": 32}
+ROTATED = {"quant_method": "auto-round", "bits": 4, "group_size": 32}
 SPARSE = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}
+
+
+def vptq_with(**fields: Any) -> dict[str, Any]:
+    """Of one module."""
+    usual = {"vector_lens": [-1, 8], "num_centroids": [-1, 256], "num_res_centroids": [-1, -1], "group_num": 1,
+             "group_size": 64, "outlier_size": 0, "in_features": 64, "out_features": 64}  # fmt: skip
+    return {"quant_method": "vptq", "config_for_layers": {"model.layers.0.mlp.down_proj": usual | fields}}
 
 
 @pytest.mark.parametrize(
@@ -268,6 +277,28 @@ SPARSE = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "s
         ({"quant_method": "sinq", "nbits": 7}, "nbits .* is 7; 8 or 6"),
         ({"quant_method": "sinq", "nbits": 4, "tiling_mode": "2D"}, "tiling_mode .* is '2D'"),
         ({"quant_method": "sinq", "nbits": 4, "method": "asinq_nf4"}, "method .* is 'asinq_nf4'"),
+        ({"quant_method": "fp_quant", "forward_dtype": "mxfp8"}, "forward_dtype .* is 'mxfp8'"),
+        ({"quant_method": "fp_quant", "store_master_weights": True}, "store_master_weights .* is True"),
+        ({"quant_method": "fp_quant", "transform_init": "random"}, "transform_init .* is 'random'"),
+        ({"quant_method": "fouroversix", "dtype": "if4"}, "dtype .* is 'if4'"),
+        ({"quant_method": "fouroversix", "weight_dtype": "mxfp4"}, "weight_dtype .* is 'mxfp4'"),
+        ({"quant_method": "fouroversix", "weight_scale_rule": "learned"}, "weight_scale_rule .* is 'learned'"),
+        ({"quant_method": "fouroversix", "keep_master_weights": True}, "keep_master_weights .* is True"),
+        ({"quant_method": "fouroversix", "module_config_overrides": {"a": {}}}, "module_config_overrides"),
+        ({"quant_method": "vptq"}, "config_for_layers .* must say how"),
+        ({"quant_method": "vptq", "config_for_layers": {"a": 3}}, "a in config_for_layers .* is a int"),
+        (vptq_with(is_indice_packed=False), "is_indice_packed .* is False"),
+        (vptq_with(vector_quant_dim="in"), "vector_quant_dim .* is 'in'"),
+        (vptq_with(vector_lens=[8]), "vector_lens .* two whole numbers"),
+        (vptq_with(vector_lens=[4, 0]), "vector_lens .* a length and a number"),
+        (vptq_with(num_centroids=[-1, 100]), "num_centroids .* powers of two up to 65536"),
+        (vptq_with(num_centroids=[-1, 1 << 40]), "num_centroids .* two whole numbers"),
+        (vptq_with(num_res_centroids=[8, 8]), "num_res_centroids .* sum of two vectors"),
+        (vptq_with(group_size=0), "group_size .* is 0"),
+        (ROTATED | {"rotation_config": HADAMARD}, "rotation_config .* mx_fp and nv_fp can be read"),
+        (ROTATED | {"data_type": "mx_fp", "rotation_config": {"hadamard_type": "random_hadamard"}}, "hadamard_type .* is 'random"),
+        (ROTATED | {"data_type": "mx_fp", "rotation_config": HADAMARD | {"backend": "inplace"}}, "backend .* is 'inplace'"),
+        (ROTATED | {"data_type": "mx_fp", "rotation_config": HADAMARD | {"block_size": 24}}, "block_size .* is 24"),
         ({"quant_method": "spqr"}, "quantised with 'spqr', with single weights beside its groups; .* are read"),
     ],
 )  # fmt: skip

@@ -167,7 +167,7 @@ def test_other_rotations_are_refused_by_name(groups: Any, message: str, original
 
 @pytest.mark.parametrize("kind", [*AUTO_ROUND, *FOUR_OVER_SIX])
 def test_folders_answer_as_the_models_of_their_own_tools_do(kind: str) -> None:
-    """AutoRound's with the rotations that it runs, of MXFP4 in blocks of 32, of NVFP4 of 16; without rounding what they turn."""
+    """AutoRound's with the rotations that it runs, of MXFP4 in blocks of 32, of NVFP4 of 16; not rounding what they turn."""
     expected = torch.tensor(json.loads((DATA / kind / LOGITS).read_text()))
     got = logits_of(DATA / kind, backend="torch", weights="fp32")
     assert expected.std() > 0.3
