@@ -26,6 +26,7 @@ from diptych.models.heads import kind_of_heads, read_eagle, read_medusa
 from diptych.models.pooling import read_pooling
 from diptych.models.read import read_model
 from mlx_files import DATA as MLX
+from newer_files import fp_quant
 from quantiser_files import DATA as QUANTISERS
 from stacked_files import original_stacks, stacked_checkpoints
 
@@ -40,6 +41,17 @@ VALUES: tuple[Any, ...] = (
 def coded(folder: Path, layout: Layout) -> Path:
     original = make_checkpoint("llama", folder / "original", dtype=torch.bfloat16, **FIELDS)
     return quantised_checkpoints(original, folder, layout)[0]
+
+
+def turned(folder: Path) -> Path:
+    """With rotations of inputs and outputs, in blocks and whole."""
+    pytest.importorskip("compressed_tensors")
+    from rotated_files import quip, rotated
+
+    sides = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "head_dim": 16}
+    groups = {"v": quip("v", "random-hadamard"), "u": quip("u", "hadamard", 16)}
+    layout = compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32)
+    return rotated(make_checkpoint("llama", folder.with_suffix(".plain"), **sides), folder, groups, layout)[0]
 
 
 def own(folder: Path) -> Path:
@@ -72,6 +84,11 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
     "HQQ": lambda folder: Path(shutil.copytree(QUANTISERS / "hqq-mixture", folder)),
     "HQQ in columns": lambda folder: Path(shutil.copytree(QUANTISERS / "hqq-columns", folder)),
     "torchao": lambda folder: Path(shutil.copytree(QUANTISERS / "torchao-intx-4", folder)),
+    "VPTQ": lambda folder: Path(shutil.copytree(QUANTISERS / "vptq-2", folder)),
+    "FP-Quant": lambda folder: coded(folder, fp_quant("mxfp4", padded=True)),
+    "Four Over Six": lambda folder: Path(shutil.copytree(QUANTISERS / "four-over-six", folder)),
+    "AutoRound rotated": lambda folder: Path(shutil.copytree(QUANTISERS / "auto-round-mxfp4-hadamard", folder)),
+    "rotated": lambda folder: turned(folder),
     "stacked fp8": lambda folder: stacked_checkpoints("gate and up", original_stacks(folder, **FEW), folder)[0],
     "own int8": lambda folder: own(folder),
     "W8A8": lambda folder: coded(folder, compressed("int-quantized", num_bits=8, strategy="channel", symmetric=True)),

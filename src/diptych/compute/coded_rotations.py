@@ -22,7 +22,7 @@ from diptych.models.contents import part_of
 from diptych.models.quantisation import HINT, Quantisation
 from diptych.models.rotations import HADAMARD, Rotation
 
-MOST_SIDES = 1 << 16
+MOST_SIDES = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
