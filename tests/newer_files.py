@@ -241,6 +241,21 @@ def sinq(bits: int, group: int, *, has_small_scales: bool = True) -> Layout:
     return Layout(config, write)
 
 
+def quanto_fp8(kind: str) -> Layout:
+    """'float8_e5m2' or 'float8_e4m3fnuz', by torch's own cast, as optimum-quanto makes them (`tensor/qbytes.py`)."""
+    dtype = getattr(torch, kind)
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        scale = (w.abs().amax(1, keepdim=True) / torch.finfo(dtype).max).bfloat16()
+        codes = (w / scale.float()).clamp(torch.finfo(dtype).min, torch.finfo(dtype).max).to(dtype)
+        ones = {"input_scale": torch.ones(()), "output_scale": torch.ones(())}
+        return {"weight._data": codes, "weight._scale": scale, **ones}, codes.float() * scale.float()
+
+    return Layout(
+        {"quant_method": "quanto", "quanto_qmap.json": {"a": {"weights": f"q{kind}", "activations": "none"}}}, write
+    )
+
+
 def metal(bits: int) -> Layout:
     """By transformers' own functions."""
 

@@ -97,6 +97,8 @@ QUANTO: dict[str, dict[str, Any]] = {
 MORE_OF_QUANTO: dict[str, dict[str, Any]] = {
     "quanto 2": {"weights": "qint2"},
     "quanto fp8": {"weights": "qfloat8"},
+    "quanto e5m2": {"weights": "qfloat8_e5m2"},
+    "quanto e4m3fnuz": {"weights": "qfloat8_e4m3fnuz"},
 }
 MORE_OF_TORCHAO: dict[str, dict[str, Any]] = {
     "torchao mxfp8": {"name": "MXDynamicActivationMXWeight"},

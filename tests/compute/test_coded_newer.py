@@ -39,6 +39,7 @@ from newer_files import (
     metal,
     plain_floats,
     quanto,
+    quanto_fp8,
     scaled_inputs,
     sinq,
     sparse,
@@ -69,6 +70,8 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
     "quanto 4": (lambda: quanto(4, 32), "group4-g32-bf16-minima16"),
     "quanto 4 with zero points": (lambda: quanto(4, None, has_zero_points=True), "group4-g128-bf16-zeros"),
     "quanto 8": (lambda: quanto(8, None), "group8-g128-bf16-wide"),
+    "quanto e5m2": (lambda: quanto_fp8("float8_e5m2"), None),
+    "quanto e4m3fnuz": (lambda: quanto_fp8("float8_e4m3fnuz"), None),
     "sinq 4": (lambda: sinq(4, 64), None),
     "sinq 3": (lambda: sinq(3, 64, has_small_scales=False), None),
     "sinq 5": (lambda: sinq(5, 32), None),
@@ -137,6 +140,12 @@ def test_kept_weights_answer_as_their_values_do(
 @pytest.mark.parametrize(
     ("layout", "change", "message"),
     [
+        (
+            "quanto e5m2",
+            lambda t: t[f"{DOWN}weight._data"].view(torch.uint8).fill_(124),
+            "weight._data has a number that is not finite",
+        ),
+        ("quanto e5m2", lambda t: t.pop(f"{DOWN}weight._scale"), "weight._scale is missing"),
         ("four over six", lambda t: t.pop(f"{DOWN}quantized_weight_amax"), "quantized_weight_amax is missing"),
         ("four over six", lambda t: t[f"{DOWN}quantized_weight_metadata"][5].fill_(0), r"metadata is \[128, 192, 128, 192, 1"),
         ("four over six", lambda t: t[f"{DOWN}quantized_weight_amax"].fill_(float("inf")), "amax has a number that is not"),

@@ -1,6 +1,6 @@
 """optimum-quanto's matrices, as `QuantizedModelForCausalLM.save_pretrained` writes them.
 
-Of 8 bits `weight._data` int8 or fp8 (E4M3) [n, k] and `weight._scale` [n, 1]. Of 2 and 4 bits the matrix is taken as rows of
+Of 8 bits `weight._data` int8 or fp8 [n, k] and `weight._scale` [n, 1]. Of 2 and 4 bits the matrix is taken as rows of
 one group each, R of g values: `weight._data._data` u8 [R * bits / 8, g], the first part of the rows in the lowest bits, and
 `weight._scale` and `weight._shift` [R, 1], a zero point where that is whole, else what is taken off. Source: optimum-quanto
 0.2.7 (`tensor/packed.py`, `tensor/qbits.py`, `tensor/qbytes.py`, `nn/qmodule.py`).
@@ -12,9 +12,31 @@ from __future__ import annotations
 
 import torch
 
-from diptych.compute.coded_matrices import CodedMatrix, CodedParts, Matrix, RawTensors, ScaledMatrix
-from diptych.compute.coded_tensors import CONTRADICTION, FLOATS, all_bytes, require
+from diptych.compute.coded_matrices import CodedMatrix, CodedParts, Dequantised, Matrix, RawTensors, ScaledMatrix
+from diptych.compute.coded_tensors import CONTRADICTION, FLOATS, all_bytes, finite, require
+from diptych.compute.finite import are_finite
 from diptych.ground.errors import LoadError
+
+OTHER_FP8 = ("F8_E5M2", "F8_E4M3FNUZ")
+
+
+class ScaledRows(Dequantised):
+    """fp8 of a type that no kernel has, times a scale of each row, in fp32."""
+
+    why = "the kernels' fp8 is E4M3"
+    label = "quanto-fp8"
+
+    def __init__(self, raw: RawTensors, codes: str, scale: str, stored_bytes: int) -> None:
+        self._raw, self._codes, self._scale, self.stored_bytes = raw, codes, scale, stored_bytes
+
+    def values(self, rows: slice) -> torch.Tensor:
+        """fp32. LoadError for a number that is not finite."""
+        stored = self._raw.stored(self._codes)[rows].float()
+        if not are_finite(stored):
+            raise LoadError(
+                f"{self._codes} has a number that is not finite", hint="the checkpoint is damaged; download it again"
+            )
+        return stored * finite(self._raw, self._scale)[rows].float()
 
 
 def open_quanto(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> Matrix | None:
@@ -25,10 +47,13 @@ def open_quanto(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> Matrix 
     if not raw.holds(codes):
         return None
     scale, nbytes = f"{prefix}.weight._scale", all_bytes(raw, prefix)
-    require(raw, codes, shape, "I8", "F8_E4M3")
+    require(raw, codes, shape, "I8", "F8_E4M3", *OTHER_FP8)
     require(raw, scale, (shape[0], 1), *FLOATS)
     if raw.header(codes)[1] == "F8_E4M3":
         return ScaledMatrix(codes, raw, scale, None, "quanto-fp8", nbytes)
+
+    if raw.header(codes)[1] in OTHER_FP8:
+        return ScaledRows(raw, codes, scale, nbytes)
 
     def parts() -> CodedParts:
         return CodedParts(scales=raw.stored(scale).contiguous(), zeros=None, group=shape[1])

@@ -13,7 +13,8 @@ from diptych.ground.formats import KeptFormat
 from diptych.models.config import QUANTO_MAP, HfConfig
 from diptych.models.quantisation import Quantisation, kept_fp8, kept_groups, one_of, refuse
 
-BITS = {"qint2": 2, "qint4": 4, "qint8": 8, "qfloat8": 8, "qfloat8_e4m3fn": 8}
+OTHER_FP8 = ("qfloat8_e5m2", "qfloat8_e4m3fnuz")
+BITS = {"qint2": 2, "qint4": 4, "qint8": 8, "qfloat8": 8, "qfloat8_e4m3fn": 8, **dict.fromkeys(OTHER_FP8, 8)}
 NONE = "none"
 GROUP = 128  # which it makes smaller for inputs that 128 does not divide
 
@@ -51,6 +52,8 @@ def _one(own: HfConfig) -> str:
 
 
 def _kept(kind: str) -> KeptFormat | None:
+    if kind in OTHER_FP8:
+        return None
     if kind.startswith("qfloat"):
         return kept_fp8(None)
     if kind == "qint8":
