@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from checkpoints import make_checkpoint
-from coded_files import compressed, damaged, logits_of, said_in_use
+from coded_files import compressed, damaged, logits_of, opened, said_in_use
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
@@ -31,6 +31,9 @@ CASES: dict[str, Groups] = {
     "inputs in blocks": {"v": quip("v", "hadamard", 32)},
     "outputs": {"u": quip("u", "random-hadamard", 32)},
     "both": {"v": quip("v", "random-hadamard"), "u": quip("u", "hadamard")},
+    "the head, too": {
+        "v": {**quip("v", "hadamard", 64), "apply": [{**part, "ignore": []} for part in quip("v", "hadamard")["apply"]]}
+    },
     "any matrix": {"v": quip("v", "random-matrix", 16)},
     "any matrix of outputs": {"u": quip("u", "random-matrix", 16)},
 }
@@ -50,6 +53,8 @@ def test_rotated_checkpoints_answer_as_the_models_that_rotate(case: str, origina
     got = logits_of(path, backend="torch", weights="fp32")
     assert expected.std() > 0.3
     assert (got - expected).abs().max() < 2e-4 * expected.abs().max()
+    down = opened(path).tensor(f"{DOWN}weight", 128, 256)
+    assert torch.equal(down.part(slice(3, 20, 4), 40), down.read()[3:20:4, :40])  # as ranks ask for their parts
     loaded = load_model(path, ComputeConfig(backend="torch", threads=1)).n_parameters
     assert loaded == sum(group.parameters for group in contents_of(path).groups)
     assert loaded == sum(group.parameters for group in contents_of(original).groups)

@@ -94,4 +94,4 @@ def _turned(raw: RawTensors, prefix: str, shape: tuple[int, int], matrix: Matrix
 
 
 def _read(raw: RawTensors, name: str) -> torch.Tensor:
-    return finite(raw, name).float()
+    return finite(raw, name).double()

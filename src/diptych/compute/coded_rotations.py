@@ -23,18 +23,22 @@ from diptych.models.quantisation import HINT, Quantisation
 from diptych.models.rotations import HADAMARD, Rotation
 
 MOST_SIDES = 1 << 15
+ROWS = 1024  # that are turned at one time
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """M of so many sides. read: its values."""
+    """M of so many sides. read: its values in fp64."""
 
     sides: int
     read: Callable[[], torch.Tensor]
 
 
 class Rotated(Dequantised):
-    """Another matrix with rotations of its inputs and outputs multiplied in, in fp32."""
+    """Another matrix with rotations of its inputs and outputs multiplied in, in fp64, rounded to fp32.
+
+    In fp32 the order of sums, which may go by the rows that are asked for, could tell ranks from one another.
+    """
 
     why = "no kernel rotates rows"
 
@@ -46,10 +50,14 @@ class Rotated(Dequantised):
         """fp32."""
         found = self._matrix.values(rows if self._outputs is None else slice(None))
         if self._inputs is not None:
-            found = (found.reshape(len(found), -1, self._inputs.sides) @ self._inputs.read().T).flatten(1)
+            turn, sides = self._inputs.read().T, self._inputs.sides
+            found = torch.cat(
+                [(one.double().unflatten(1, (-1, sides)) @ turn).flatten(1).float() for one in found.split(ROWS)]
+            )
         if self._outputs is None:
             return found
-        return (self._outputs.read().T @ found.view(-1, self._outputs.sides, found.shape[1])).flatten(0, 1)[rows]
+        turn, runs = self._outputs.read().T, found.view(-1, self._outputs.sides, found.shape[1])
+        return torch.cat([(turn @ one.double()).float() for one in runs])[rows]
 
 
 class PlainFloats(Dequantised):
@@ -79,7 +87,7 @@ class RotatedBias(WeightTensor):
 
     def read(self) -> torch.Tensor:
         """New."""
-        return (self._bias.read().float().view(-1, self._turn.sides) @ self._turn.read()).flatten()
+        return (self._bias.read().double().view(-1, self._turn.sides) @ self._turn.read()).flatten().float()
 
 
 class Rotations:
@@ -164,7 +172,7 @@ class Rotations:
     def _read(self, one: Rotation, name: str, sides: int) -> torch.Tensor:
         key = (name, sides, one.is_inverse)
         if key not in self._made:
-            matrix = finite(self._raw, name).float() if name else _sylvester(sides)
+            matrix = finite(self._raw, name).double() if name else _sylvester(sides)
             if one.kind in HADAMARD:
                 matrix = _hadamard(matrix, name)
                 matrix = matrix.T if one.is_inverse else matrix
@@ -181,7 +189,7 @@ class Rotations:
 
 
 def _sylvester(size: int) -> torch.Tensor:
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
     return matrix
