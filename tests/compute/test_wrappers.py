@@ -74,12 +74,12 @@ def part_embedding(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def write_wrapped(name: str, folder: Path) -> Any:
-    """A small model of a wrapper's class, lively and written as transformers writes it."""
+def write_wrapped(name: str, folder: Path, **fields: Any) -> Any:
+    """A small model of a wrapper's class, lively and written as transformers writes it. fields: of its decoder."""
     import transformers
 
     text, beside = WRAPPED[name]
-    config = getattr(transformers, f"{name}Config")(text_config={**COMMON, **text}, **beside)
+    config = getattr(transformers, f"{name}Config")(text_config={**COMMON, **text, **fields}, **beside)
     config._attn_implementation = "eager"
     reference = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval().float()
     enliven(reference, 0)
@@ -116,6 +116,25 @@ def test_text_is_as_the_class_computes_it(name: str, tmp_path: Path) -> None:
     assert expected.std() > 0.3
     difference = logits_of(tmp_path, prompt[0].tolist(), 9) - expected
     assert difference.abs().max() < LOGIT_TOLERANCE * max(1.0, expected.std())
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scaled", [[1], None, []], ids=["one layer", "all", "none"])
+@pytest.mark.parametrize("kind", ["yarn", "linear"])
+def test_molmo_2_around_olmo_3(kind: str, scaled: list[int] | None, tmp_path: Path) -> None:
+    """Molmo 2 O norms whole rows of q and k, and behind each part; positions are scaled in the layers that a list names."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    rope |= {"original_max_position_embeddings": 16} if kind == "yarn" else {}
+    fields = {"qk_norm_type": "olmo", "norm_after": True, "rope_scaling_layers": scaled, "rope_parameters": rope}
+    reference = write_wrapped("Molmo2", tmp_path, **fields)
+    check_stored(tmp_path, spec := load_model_file(tmp_path), parameter_count(spec))
+    assert [layer.attention.rope.kind == kind for layer in spec.layers if layer.attention.rope] == [
+        scaled is None or i in scaled for i in range(3)
+    ]
+    prompt = make_prompt()
+    expected = reference(prompt, use_cache=False).logits[0]
+    assert (logits_of(tmp_path, prompt[0].tolist(), 9) - expected).abs().max() < LOGIT_TOLERANCE
 
 
 @torch.no_grad()

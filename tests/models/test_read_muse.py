@@ -46,21 +46,3 @@ def test_norms_of_what_is_added_and_the_last_one_are_other_than_the_rest() -> No
     spec = read(post_norm_eps=1e-3, rms_norm_eps=1e-5, qk_scale_factor=2.0, output_multiplier=0.25)
     assert (spec.norm_eps, spec.added_eps, spec.norm_offset, spec.end_offset) == (1e-5, 1e-3, 1.0, 0.0)
     assert (spec.attention.scale, spec.logit_scale, spec.logit_softcap) == (0.5, 0.25, 20.0)
-
-
-def test_layers_of_molmo_2_are_scaled_alike() -> None:
-    """The list says nothing where nothing is scaled, or where it names every layer."""
-    scaled = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-    usual = {"rope_type": "default", "rope_theta": 1e4}
-    fields = {
-        "model_type": "molmo2_text",
-        "num_hidden_layers": 3,
-        "sliding_window": None,
-        "rope_scaling_layers": [0, 2],
-    }
-    assert read(**fields, rope_parameters=usual) == read(
-        **fields | {"rope_scaling_layers": None}, rope_parameters=usual
-    )
-    assert read(**fields | {"rope_scaling_layers": [0, 1, 2]}, rope_parameters=scaled).attention.rope is not None
-    with pytest.raises(LoadError, match=r"rope_scaling_layers in .* names 2 of 3 layers"):
-        read(**fields, rope_parameters=scaled)

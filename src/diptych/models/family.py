@@ -187,7 +187,7 @@ class Family:
     is_encoder: each token attends to all others, and no head writes tokens. classifier: the layers that make a score of a
     state. types_may_lack: type_vocab_size may be 0. down_bias: as `MlpSpec.has_down_bias`.
     norms_unturned: heads are normed without a weight where they know no positions, too.
-    parallel_key: the key that says whether attention and MLP run side by side, with the norms of `parallel_norms`.
+    parallel_key: the key that says whether a layer norms by `parallel_norms`: attention and MLP side by side, or behind each.
     scores: or the key that says it. has_head_bias: the output projection has one. has_sinks: or the keys that say it, of layers
     that attend to everything and of the others. has_slopes: scores fall with the distance (ALiBi), down to a head where they
     do by 2^-alibi_bias_max.

@@ -65,7 +65,6 @@ from diptych.models.read_windows import (
     layer_ropes,
     named_layers,
     rope_sections,
-    scaled_alike,
     windows_of,
     with_turns,
 )
@@ -91,7 +90,7 @@ RUN_CURVES = (
 # what says in other words what a config of the usual kind says, by a key that only such families have
 BY_KEY = {
     "num_sliding_attention_heads": as_usual, "gating": as_gated, "kda_lower_bound": as_ling, "index_kpool": as_glm_next,
-    "block_types": as_griffin, "entry_layers": as_deepseek_v4, "rope_scaling_layers": scaled_alike,
+    "block_types": as_griffin, "entry_layers": as_deepseek_v4,
     "post_norm_eps": with_turns, "feed_forward_proj": as_gated_or_not, "pack_qkv": with_stretched_base,
 }  # fmt: skip
 
@@ -431,6 +430,8 @@ def _attention(
         )
     scale = config.number("query_pre_attn_scalar", head_dim or 1) ** -0.5
     qk_norm = family.qk_norm if family.qk_norm_key is None or config.flag(family.qk_norm_key) else QkNorm.NONE
+    if config.raw.get("qk_norm_type") == "olmo":
+        qk_norm = QkNorm.FULL
     if qk_norm is QkNorm.UNIT:  # stands behind the rotation, which changes no length
         qk_norm = QkNorm.NONE if rope is None and not family.norms_unturned else qk_norm
         if rope is not None and rope.attention_factor != 1.0:

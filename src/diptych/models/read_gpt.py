@@ -23,7 +23,7 @@ def n_kv_heads(config: HfConfig) -> int:
 
 
 def arrangement(config: HfConfig, family: Family) -> Norms:
-    """Where a layer norms, and whether attention and MLP run side by side."""
+    """Where a layer norms, and with that whether attention and MLP run side by side."""
     if family.parallel_key is None:
         return family.norms
     is_parallel = config.flag(family.parallel_key)

@@ -144,16 +144,6 @@ def with_turns(raw: dict[str, Any], defaults: Mapping[str, Any], path: str) -> d
     return {**raw, "no_rope_layers": [int(bool(one)) for one in thetas]}
 
 
-def scaled_alike(raw: dict[str, Any], defaults: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The config of Molmo 2 without the list of layers whose positions are scaled, which is refused where it is not all."""
-    config = HfConfig({**defaults, **raw}, path=path)
-    scaled, n = config.integers("rope_scaling_layers"), config.integer("num_hidden_layers")
-    is_scaled = rope_section(config).raw["rope_type"] != "default"
-    if is_scaled and scaled is not None and sorted(scaled) != list(range(n)):
-        raise LoadError(f"rope_scaling_layers in {path} names {len(scaled)} of {n} layers; all or none may be scaled")
-    return {**raw, "rope_scaling_layers": None}
-
-
 def is_both_ways(config: HfConfig) -> bool:
     """Whether every token attends to those behind it too (EmbeddingGemma): a model of states, which writes nothing.
 
@@ -163,7 +153,10 @@ def is_both_ways(config: HfConfig) -> bool:
 
 
 def rope_sections(config: HfConfig, family: Family) -> list[HfConfig]:
-    """Rotary settings of the layers with full attention, and of the windowed ones where those are others."""
+    """Rotary settings of the layers with full attention, and of the windowed ones where those are others.
+
+    Of Molmo 2 those of layers whose positions are scaled, and of those whose are not.
+    """
     if "rope_theta" not in family.keys:
         return []
     given, theta = config.raw.get("rope_parameters"), config.raw["rope_theta"]
@@ -180,6 +173,8 @@ def rope_sections(config: HfConfig, family: Family) -> list[HfConfig]:
             for own in _of_kinds(config, list(kinds)).values()
         ]
     full = rope_section(config, **settings)
+    if "rope_scaling_layers" in family.keys:  # the others turn by the base alone
+        return [full, rope_section(HfConfig({"rope_theta": full.raw["rope_theta"]}, path=config.path))]
     if family.local_theta is None:
         return [full]
     # windowed layers have a base of their own, and no scaling but what the newer layout gives them
@@ -220,7 +215,10 @@ def _of_kinds(config: HfConfig, kinds: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def layer_ropes(config: HfConfig, family: Family, ropes: list[Rope], windows: list[int | None]) -> list[Rope | None]:
-    """How each layer turns. ropes: of layers that attend to everything, and of windowed ones where those are others."""
+    """How each layer turns. ropes: as `rope_sections` says them."""
+    scaled = config.integers("rope_scaling_layers")
+    if scaled is not None:
+        return [ropes[i not in scaled] for i in range(len(windows))]
     thetas = _thetas(config, len(windows))
     if thetas is not None:
         return [replace(ropes[0], theta=theta) if theta else None for theta in thetas]
