@@ -110,6 +110,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a mixture whose experts have no bias": ("lfm2_moe", {"use_expert_bias": False, "norm_topk_prob": False}),
     "Phi-2": ("phi", {"num_key_value_heads": 4, "partial_rotary_factor": 0.4, "hidden_size": 80}),
     "experts not renormalised": ("qwen3_moe", {"norm_topk_prob": False, "mlp_only_layers": []}),
+    "Qwen2-MoE that has no experts": ("qwen2_moe", {"num_experts": 0, "mlp_only_layers": []}),
+    "Qwen3-MoE that has no experts": ("qwen3_moe", {"num_experts": 0, "mlp_only_layers": []}),
+    "Qwen3-Next that has no experts": ("qwen3_next", {"num_experts": 0}),
+    "every layer of a mixture dense": ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}),
+    "Ettin's decoder whose norms have biases": ("modernbert-decoder", {"norm_bias": True}),
+    "ERNIE whose shared experts and head have biases": ("ernie4_5_moe", {"use_bias": True}),
+    "GPT-2 whose layers divide scores by their number": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "GPT-2 whose scores nothing divides": ("gpt2", {"scale_attn_weights": False}),
+    "SantaCoder whose scores nothing divides": ("gpt_bigcode", {"scale_attn_weights": False}),
+    "Galactica": ("opt", {"enable_bias": False, "layer_norm_elementwise_affine": False, "activation_function": "gelu"}),
+    "OPT without biases of projections": ("opt", {"enable_bias": False}),
+    "Phi with norms of heads": ("phi", {"qk_layernorm": True}),
     "experts on every other layer": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": []}),
 }  # fmt: skip
 
@@ -275,6 +287,28 @@ def test_every_tensor_is_counted(family: str, tmp_path: Path) -> None:
     assert {"embedding", "attention", "norms"} <= parts
     assert ("other" in parts) == (family == "fuyu")  # what reads pictures
     assert ("mlp" in parts) == (spec.mlp is not None)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ERNIE whose shared experts and head have biases", "Galactica", "Ettin's decoder whose norms have biases",
+     "Phi with norms of heads", "Qwen2-MoE that has no experts"],
+)  # fmt: skip
+def test_every_tensor_of_a_variant_is_counted(name: str, tmp_path: Path) -> None:
+    """The planner and the loader know the biases and norms that a switch adds or takes away."""
+    family, fields = VARIANTS[name]
+    path = make_checkpoint(family, tmp_path, **fields)
+    check_stored(path, spec := load_model_file(path), parameter_count(spec))
+
+
+def test_experts_of_one_channel_are_packed(tmp_path: Path) -> None:
+    """Llama 4 stores them with inputs and outputs exchanged; of one input torch takes any stride for contiguous."""
+    path = make_checkpoint("llama4", tmp_path, intermediate_size=1)
+    logits = [
+        Stepper(load_model(path, config)).prefill("a", list(range(5, 30)))
+        for config in (REFERENCE, ComputeConfig(backend="cpu", weights="bf16"))
+    ]
+    assert (logits[0] - logits[1]).abs().mean() < 0.1 * logits[0].std()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])

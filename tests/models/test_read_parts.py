@@ -97,10 +97,10 @@ def test_the_last_layer_alone_has_a_bias() -> None:
         ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": 2.0}}, "moe_normalize_expert_weights"),
         ("dbrx", {"ffn_config": {"ffn_act_fn": {"name": "gelu"}}}, "ffn_act_fn"),
         ("dbrx", {"ffn_config": 3}, "ffn_config"),
+        ("phimoe", {"num_experts_per_tok": 1}, "num_experts_per_tok"),
         ("xglm", {"pad_token_id": 5}, "pad_token_id"),
         ("xglm", {"add_cross_attention": True}, "add_cross_attention"),
         ("gpt_neox_japanese", {"intermediate_multiple_size": 3}, "intermediate_multiple_size"),
-        ("modernbert-decoder", {"norm_bias": True}, "norm_bias"),
         ("modernbert-decoder", {"local_attention": 1}, "local_attention"),
     ],
 )

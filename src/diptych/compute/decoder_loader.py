@@ -530,8 +530,10 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         )
         ffn, hidden = moe.shared_ffn, self.spec.hidden
         of_shared, name = self.mlp_names(f"{root}{names.shared}.", is_gated=moe.is_gated)
-        gate_up = self.linear(f"{root}{names.shared}.", of_shared, (ffn,) * (moe.n_products - 1), hidden)
-        down = self.linear(f"{root}{names.shared}.", (name,), (hidden,), ffn)
+        gate_up = self.linear(
+            f"{root}{names.shared}.", of_shared, (ffn,) * (moe.n_products - 1), hidden, has_bias=moe.has_shared_bias
+        )
+        down = self.linear(f"{root}{names.shared}.", (name,), (hidden,), ffn, has_bias=moe.has_shared_bias)
         gate = (self.linear(root, (names.shared_gate,), (1,), hidden),) if moe.has_shared_gate else ()
         return (gate_up, down, *gate)
 

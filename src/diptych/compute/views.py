@@ -321,8 +321,8 @@ class TransposedTensor(WeightTensor):
         self._tensor = tensor
 
     def read(self) -> torch.Tensor:
-        """A copy, rows contiguous."""
-        return self._tensor.read().T.contiguous()
+        """A copy, rows contiguous: of one input, too, whose stride `contiguous()` leaves as it is."""
+        return self._tensor.read().T.clone(memory_format=torch.contiguous_format)
 
 
 class Mxfp4Tensor(WeightTensor):

@@ -468,7 +468,10 @@ def _experts(sizes: _Sizes, moe: MoeSpec) -> tuple[Component, ...]:
     )
     if not moe.shared_ffn and not moe.latent:
         return router, experts
-    shared = replace(_ffn(sizes, "shared_experts", moe.shared_ffn, matrices=moe.n_products), link_bytes=0.0)
+    shared = replace(
+        _ffn(sizes, "shared_experts", moe.shared_ffn, matrices=moe.n_products, has_bias=moe.has_shared_bias),
+        link_bytes=0.0,
+    )
     latents = 2.0 * model.hidden * moe.latent / sizes.tp  # what takes every token to them, and back
     shared = replace(
         shared,

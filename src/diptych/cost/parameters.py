@@ -243,11 +243,13 @@ def _moe(model: ModelSpec, moe: MoeSpec) -> dict[str, int]:
     """Under shared experts stands what every token meets: what takes the stream to latents and back, too."""
     width = moe.latent or model.hidden
     bias = (moe.n_products - 1) * moe.expert_ffn + width if moe.has_expert_bias else 0
+    of_shared = (moe.n_products - 1) * moe.shared_ffn + model.hidden if moe.has_shared_bias and moe.shared_ffn else 0
     return {
         "router": model.hidden * (moe.n_scored + moe.is_apart)
         + moe.n_scored * (moe.has_router_bias + moe.has_choice_bias * moe.choice_rows + moe.is_apart),
         "experts": moe.n_experts * (moe.n_products * width * moe.expert_ffn + bias),
         "shared_experts": model.hidden * (moe.n_products * moe.shared_ffn + 2 * moe.latent + moe.has_shared_gate)
+        + of_shared
         + 2 * width * (moe.behind_eps is not None),
     }
 

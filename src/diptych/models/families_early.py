@@ -24,7 +24,7 @@ NAMES_OF_MODERN_BERT: dict[str, Any] = {
     "norms": {Norms.BEFORE: ("attn_norm", None, "mlp_norm", None),
               Norms.BEFORE_MLP: (None, None, "mlp_norm", None)}}  # fmt: skip
 LIKE_MODERN_BERT: dict[str, Any] = {
-    "fixed": {"norm_bias": (False,), "classifier_bias": (False,), "classifier_activation": ("gelu",),
+    "fixed": {"classifier_bias": (False,), "classifier_activation": ("gelu",),
               "causal_mask": (True, None)},
     "unread": ("initializer_cutoff_factor", "classifier_pooling", "deterministic_flash_attn", "reference_compile",
                "repad_logits_with_grad", "sparse_prediction", "sparse_pred_ignore_index", "position_embedding_type"),
@@ -95,7 +95,8 @@ EARLY: tuple[Family, ...] = (
     # Ettin: exact GELU in gates, windows on two layers of three, a norm of the embedding in place of the first layer's
     Family(
         name="modernbert-decoder", architectures=("ModernBertDecoderForCausalLM",),
-        keys={**MODERN_BERT, "sliding_window": None},
+        keys={**MODERN_BERT, "sliding_window": None, "norm_bias": False},
+        has_norm_bias="norm_bias",
         has_head_bias="decoder_bias",
         names=TensorNames(head="decoder", transform=("lm_head.dense", "lm_head.norm"), **NAMES_OF_MODERN_BERT),
         **LIKE_MODERN_BERT,

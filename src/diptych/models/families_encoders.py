@@ -215,6 +215,6 @@ ENCODERS: tuple[Family, ...] = (
         names=TensorNames(qkv=("Wqkv",), **NAMES_OF_MODERN_BERT),
         ignored=("decoder.", "head.", "classifier.", "rotary_emb.inv_freq"),
         is_encoder=True,
-        **LIKE_MODERN_BERT,
+        **{**LIKE_MODERN_BERT, "fixed": {**LIKE_MODERN_BERT["fixed"], "norm_bias": (False,)}},
     ),
 )  # fmt: skip

@@ -137,6 +137,7 @@ MIXTURES: tuple[Family, ...] = (
         is_interleaved=True,
         renormalises=True,
         has_choice_bias=True,
+        has_head_bias="use_bias",
         names=TensorNames(choice_bias="moe_statics.e_score_correction_bias", choice_axes=(1,)),
         ignored=("rotary_emb.inv_freq", "model.mtp_"),
         **BY_USE_BIAS,
@@ -257,6 +258,7 @@ MIXTURES: tuple[Family, ...] = (
               "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "sliding_window": None,
               "attention_bias": False, "num_experts_per_tok": 2, "num_experts": 16, "router_jitter_noise": 0.01,
               "lm_head_bias": False},
+        fixed={"num_experts_per_tok": (2,)},  # its class chooses two, whatever the config says
         renamed=LOCAL_EXPERTS,
         centres_norms=True,
         has_norm_bias=True,

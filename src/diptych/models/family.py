@@ -239,8 +239,8 @@ class Family:
     norm_offset: float = 0.0
     final_norm_offset: float | None = None
     centres_norms: bool = False
-    has_norm_weight: bool = True
-    has_norm_bias: bool = False
+    has_norm_weight: bool | str = True
+    has_norm_bias: bool | str = False
     has_embedding_norm: bool = False
     has_embedding_norm_weight: bool = True
     has_scaled_embedding: bool | str = False

@@ -57,14 +57,14 @@ class MoeSpec:
     `group_best` best. softcap: logits become softcap * tanh(logit / softcap). has_router_bias: on the logits; has_choice_bias:
     on the scores, for the choice only. choice_rows: of that bias in a checkpoint, of as many experts each; the first are read.
     margin: of sparsemixer, times the larger of a logit's size and the best logit.
-    has_shared_gate: the shared experts' sum is multiplied by a sigmoid. weighs_input: a chosen expert's input is multiplied by
-    its weight, not what it gives. n_identities: experts without weights behind the others, which give what they read. is_late:
-    what the mixture gives, but not shared experts, is added behind the layer that follows. is_apart: shared experts, mixture
-    and router read the stream by norms of their own, what each of the first two gives is normed before they are added, and
-    each expert has a scale. limit, shared_limit: of experts and of shared experts, as `MlpSpec` has it; limits_gate: of both.
-    by_token: a table has the experts of each token id, which scores weigh alone. score_scale: what the router's outputs are
-    multiplied by. behind_eps: what each expert gives is multiplied by a vector that all share, and normed with this eps; what
-    they read is then normed, too, behind the projection to latents. None: neither.
+    has_shared_gate: the shared experts' sum is multiplied by a sigmoid. has_shared_bias: as `MlpSpec.has_bias`. weighs_input:
+    a chosen expert's input is multiplied by its weight, not what it gives. n_identities: experts without weights behind the
+    others, which give what they read. is_late: what the mixture gives, but not shared experts, is added behind the layer that
+    follows. is_apart: shared experts, mixture and router read the stream by norms of their own, what each of the first two
+    gives is normed before they are added, and each expert has a scale. limit, shared_limit: of experts and of shared experts,
+    as `MlpSpec` has it; limits_gate: of both. by_token: a table has the experts of each token id, which scores weigh alone.
+    score_scale: what the router's outputs are multiplied by. behind_eps: what each expert gives is multiplied by a vector that
+    all share, and normed with this eps; what they read is then normed, too, behind the projection to latents. None: neither.
     skew: of the routing, 0 is uniform; see `cost.routing.expected_experts`.
     """
 
@@ -88,6 +88,7 @@ class MoeSpec:
     choice_rows: int = 1
     has_expert_bias: bool = False
     has_shared_gate: bool = False
+    has_shared_bias: bool = False
     weighs_input: bool = False
     n_identities: int = 0
     is_late: bool = False
@@ -123,6 +124,7 @@ class MoeSpec:
             ffn=self.shared_ffn,
             activation=self.activation,
             is_gated=self.is_gated,
+            has_bias=self.has_shared_bias,
             limit=limit,
             limits_gate=self.limits_gate and limit is not None,
         )

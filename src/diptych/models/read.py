@@ -29,7 +29,7 @@ from diptych.models.positions import QueryScale, Rope, slopes
 from diptych.models.read_block_index import as_indexed
 from diptych.models.read_blocks import as_halves, as_layers, as_pairs, as_searched, as_states, without_pictures
 from diptych.models.read_deepseek_v4 import as_deepseek_v4, with_entries
-from diptych.models.read_embedding import embedding_width, words_of
+from diptych.models.read_embedding import base_stretch, embedding_width, residual_scale, words_of
 from diptych.models.read_encoders import as_gated_or_not, learned_distances, with_stretched_base
 from diptych.models.read_glm_next import as_glm_next
 from diptych.models.read_gpt import arrangement, of_all_layers, with_kinds, with_section
@@ -135,15 +135,15 @@ def read_model(
         embed_scale=hidden**0.5
         if _decided(config, family.has_scaled_embedding)
         else config.number("embedding_multiplier", 1.0),
-        residual_scale=_residual_scale(config),
-        logit_scale=config.number("logit_scale", 1.0) / config.number("logits_scaling", _base_stretch(config, hidden)),
+        residual_scale=residual_scale(config),
+        logit_scale=config.number("logit_scale", 1.0) / config.number("logits_scaling", base_stretch(config, hidden)),
         logit_softcap=config.optional_number("final_logit_softcapping"),
         is_tied=family.is_encoder or config.flag("tie_word_embeddings"),
         is_wrapped=is_wrapped,
         has_head=has_head and not is_both_ways(config),
         centres_norms=centres_norms,
-        has_norm_weight=family.has_norm_weight,
-        has_norm_bias=family.has_norm_bias,
+        has_norm_weight=_decided(config, family.has_norm_weight),
+        has_norm_bias=_decided(config, family.has_norm_bias),
         has_embedding_norm=family.has_embedding_norm,
         has_embedding_norm_weight=family.has_embedding_norm_weight,
         has_head_bias=_decided(config, family.has_head_bias),
@@ -174,16 +174,6 @@ def _norms(config: HfConfig, family: Family) -> tuple[float, bool]:
     if "layer_norm_eps" in family.keys and config.raw.get("rms_norm_eps") is None:
         return config.number("layer_norm_eps"), True
     return config.number("rms_norm_eps"), family.centres_norms and "layer_norm_eps" not in family.keys
-
-
-def _residual_scale(config: HfConfig) -> float:
-    depth = config.optional_number("scale_depth")  # of MiniCPM, shared by the layers
-    usual = 1.0 if depth is None else depth / config.integer("num_hidden_layers") ** 0.5
-    return config.number("residual_multiplier", usual)
-
-
-def _base_stretch(config: HfConfig, hidden: int) -> float:
-    return hidden / config.integer("dim_model_base", hidden)
 
 
 def load_model_file(path: Path) -> ModelSpec:
@@ -394,6 +384,9 @@ def _layers(
         layers.append(made[key])
     if family.shares_blocks:
         layers = with_shares(config, layers)
+    if config.flag("scale_attn_by_inverse_layer_idx"):
+        layers = [replace(one, attention=replace(one.attention, scale=one.attention.scale / (i + 1)))
+                  for i, one in enumerate(layers)]  # fmt: skip
     if family.has_last_bias:
         layers[-1] = replace(layers[-1], attention=replace(layers[-1].attention, has_o_bias=True))
     return with_entries(config, tuple(layers)) if "entry_layers" in family.keys else tuple(layers)
@@ -446,6 +439,8 @@ def _attention(
         )
     if "attention_multiplier" in family.keys:
         scale = config.number("attention_multiplier", scale)
+    if not config.flag("scale_attn_weights", True):
+        scale = 1.0
     scale *= config.number("key_multiplier", 1.0)
     if family.attention_scale is not None:
         scale = family.attention_scale
@@ -525,8 +520,8 @@ def _mlps(config: HfConfig, family: Family, shared: list[int | None]) -> list[Ml
 
 
 def _ffn(config: HfConfig) -> int:
-    if config.raw.get("num_experts") == 0 and "blocks" not in config.raw:
-        # what a mixture has beside its experts is left
+    if config.raw.get("num_experts") == 0 and not {"blocks", "decoder_sparse_step"} & config.raw.keys():
+        # what a mixture has beside its experts is left; where some layers have none anyway, all have a dense MLP
         return config.integer("shared_expert_intermediate_size")
     if config.raw.get("intermediate_size") is None and config.raw.get("moe_intermediate_size") is not None:
         return config.integer("moe_intermediate_size")
@@ -585,6 +580,7 @@ def _moe(config: HfConfig, family: Family) -> MoeSpec:
         choice_rows=2 if family.has_other_experts else 1,
         has_expert_bias=family.has_expert_bias,
         has_shared_gate=family.has_shared_gate,
+        has_shared_bias=_decided(config, family.mlp_bias),
         weighs_input=family.weighs_input,
         n_identities=n_identities,
         is_late=family.has_halves,

@@ -1,4 +1,4 @@
-"""What a config says of the tables at a model's ends: how wide a row is, and how many words may be read and written."""
+"""What a config says of a model's ends: how wide the rows of its tables are, how many words may be read and written, scales."""
 
 from __future__ import annotations
 
@@ -31,3 +31,15 @@ def words_of(config: HfConfig, family: Family) -> tuple[int, int]:
             hint="set tie_word_embeddings to false where the file has a head of its own",
         )
     return written, read - written + family.spare_embeddings
+
+
+def residual_scale(config: HfConfig) -> float:
+    """What is added to the stream is multiplied by; of MiniCPM a number that its layers share."""
+    depth = config.optional_number("scale_depth")
+    usual = 1.0 if depth is None else depth / config.integer("num_hidden_layers") ** 0.5
+    return config.number("residual_multiplier", usual)
+
+
+def base_stretch(config: HfConfig, hidden: int) -> float:
+    """What logits are divided by where the width is a multiple of a base (MiniCPM)."""
+    return hidden / config.integer("dim_model_base", hidden)
