@@ -85,6 +85,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                                                            "moe_layer_end_index": 2}),
     "MiniMax M2 by a part beside a number": ("minimax_m2", {"rotary_dim": 12, "rope_parameters": {
         "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}, "head_dim": 16}),
+    "MiniMax M2 that turns whole heads beside a number": ("minimax_m2", {"rotary_dim": 12, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}, "head_dim": 16}),
+    "DeepSeek V4 whose kinds of layers say how they turn": ("deepseek_v4", {"rope_parameters": {
+        "main": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.25},
+        "compress": {**YARN, "rope_theta": 1e5, "mscale": 0.7, "mscale_all_dim": 0.4, "partial_rotary_factor": 0.25}}}),
     "Ettin's decoder whose file says its window": ("modernbert-decoder", {"sliding_window": 9}),
     "GLM-4.5 Air": ("glm4_moe", {"use_qk_norm": False, "attention_bias": True, "n_group": 1, "topk_group": 1}),
     "HyperCLOVA X with a large epsilon": ("hyperclovax", {"rms_norm_eps": 0.05}),

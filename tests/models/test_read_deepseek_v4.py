@@ -99,6 +99,11 @@ def test_layers_that_a_config_does_not_name(n: int) -> None:
         ({"num_key_value_heads": 2}, "num_key_value_heads .* is 2; .* only 1"),
         ({"n_shared_experts": 2}, "n_shared_experts .* is 2; .* only 1"),
         ({"intermediate_size": 512}, "intermediate_size .* is 512; moe_intermediate_size is 2048"),
+        (
+            {"rope_parameters": {kind: {"rope_theta": 1e4, "partial_rotary_factor": part}
+                                 for kind, part in (("main", 0.125), ("compress", 0.25))}},
+            "partial_rotary_factor in compress .* is 0.25 of 512; 64 dimensions turn",
+        ),
         ({"rope_scaling": {"type": "yarn", "factor": 4, "wavelength": 3}}, "wavelength in rope_parameters"),
     ],
     ids=str,

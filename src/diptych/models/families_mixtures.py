@@ -210,7 +210,7 @@ MIXTURES: tuple[Family, ...] = (
         keys={**USUAL, "vocab_size": 200_064, "hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62,
               "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 196_608,
               "rope_theta": 5_000_000.0, "num_experts_per_tok": 8, "num_experts": 256, "rotary_dim": None,
-              "partial_rotary_factor": 1.0},
+              "partial_rotary_factor": None},
         fixed={"scoring_func": ("sigmoid",), "use_qk_norm": (True,), "qk_norm_type": ("per_layer",),
                "use_routing_bias": (True,), "attn_type_list": (1,)},
         renamed=LOCAL_EXPERTS,

@@ -10,6 +10,7 @@ from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.latent import GROUP_TOKENS, EntrySpec, IndexSpec
 from diptych.models.mlp import MoeSpec
+from diptych.models.rope import yarn_attention
 from diptych.models.spec import AttentionLayer, LayerSpec
 
 NEAR, CHOSEN, ALL = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -18,7 +19,7 @@ RATIOS = {0: NEAR, **{tokens: kind for kind, tokens in RATES.items()}}  # of pub
 OLDER_RATES = {"compress_rate_csa": CHOSEN, "compress_rate_hca": ALL}
 HASHED, ROUTED = "hash_moe", "moe"
 HASHED_FIRST = 3  # layers, where a config does not say which
-# of rotary settings: cos and sin are multiplied by attention_factor alone, and what turns is said beside them
+# of rotary settings: cos and sin are multiplied by attention_factor, scores by nothing, and what turns is said beside them
 UNREAD = ("mscale", "mscale_all_dim", "partial_rotary_factor")
 SAID = ("head_dim", "intermediate_size", "compress_ratios", "compress_rates", "num_hash_layers", "partial_rotary_factor",
         "compress_rope_theta", "rope_scaling", *OLDER_RATES)  # fmt: skip
@@ -65,7 +66,7 @@ def as_deepseek_v4(raw: dict[str, Any], defaults: Mapping[str, Any], path: str) 
         "entry_layers": [(0 if kind == NEAR else rates[kind], kind == CHOSEN) for kind in kinds],
         "token_layers": _by_token(raw, n, path),
         "mlp_layer_types": ["sparse"] * n,
-        "rope_parameters": _ropes(raw, config),
+        "rope_parameters": _ropes(raw, config, turned),
         "rope_theta": config.number("rope_theta"),
     }
 
@@ -154,19 +155,27 @@ def _by_token(raw: Mapping[str, Any], n: int, path: str) -> list[bool]:
     return [kind == HASHED for kind in kinds]
 
 
-def _ropes(raw: Mapping[str, Any], config: HfConfig) -> dict[str, dict[str, Any]]:
-    """Of layers with entries, and of those without, as kinds of layers have them."""
+def _ropes(raw: Mapping[str, Any], config: HfConfig, turned: int) -> dict[str, dict[str, Any]]:
+    """Of layers with entries, and of those without, as kinds of layers have them. LoadError where either turns another part."""
     given = HfConfig(raw, path=config.path).section("rope_parameters")
     main, beside = given.raw.get("main"), given.raw.get("compress")
     if isinstance(main, dict) and isinstance(beside, dict):
         near, far = dict(main), dict(beside)
+        width = config.integer("head_dim")
+        for name, own in (("main", near), ("compress", far)):
+            said = HfConfig(own, path=f"{name} of {given.path}")
+            part = said.number("partial_rotary_factor", 1.0)
+            if int(width * part) != turned:
+                raise LoadError(
+                    f"partial_rotary_factor in {said.path} is {part:g} of {width}; {turned} dimensions turn"
+                )
+            if (own.get("rope_type") or own.get("type")) == "yarn":
+                own["attention_factor"] = yarn_attention(said, said.number("factor"))
     else:
         scaling = HfConfig(raw, path=config.path).section("rope_scaling").raw or given.raw
         near = {"rope_type": "default", "rope_theta": config.number("rope_theta")}
         far = {**scaling, "rope_theta": config.number("compress_rope_theta")}
-    for own in (near, far):
-        kind = own.get("rope_type") or own.get("type") or "default"
-        if kind == "yarn":
-            own["attention_factor"] = own.get("attention_factor") or 1.0
+        if (far.get("rope_type") or far.get("type")) == "yarn":
+            far["attention_factor"] = far.get("attention_factor") or 1.0
     return {kind: {key: value for key, value in own.items() if key not in UNREAD}
             for kind, own in (("full_attention", far), ("sliding_attention", near))}  # fmt: skip

@@ -114,7 +114,8 @@ def make_rope(
         raise LoadError(f"partial_rotary_factor in {rope.path} is {part}; it must be between 0 and 1")
     # proportional: over whole heads, of which pairs from some on do not turn
     # GPT-J's files have the number itself, MiniMax M2's may have both, of which the part counts, as in transformers
-    own = int(head_dim * part) if part != 1.0 else config.optional_integer("rotary_dim") or head_dim
+    is_said = rope.raw.get("partial_rotary_factor") is not None
+    own = int(head_dim * part) if is_said else config.optional_integer("rotary_dim") or head_dim
     rotary_dim = head_dim if rope.raw["rope_type"] == "proportional" else own
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise LoadError(f"rotary dimension {rotary_dim} of head_dim {head_dim} in {config.path} is no even part of it")
@@ -163,7 +164,7 @@ def make_rope(
             beta_fast=rope.number("beta_fast", 32.0),
             beta_slow=rope.number("beta_slow", 1.0),
             is_truncated=rope.flag("truncate", True),
-            attention_factor=_yarn_attention(rope, factor),
+            attention_factor=yarn_attention(rope, factor),
             query_slope=rope.number("llama_4_scaling_beta") if rope.raw.get("llama_4_scaling_beta") else 0.0,
         )
     is_long = max_context_tokens > old_length if longrope == "auto" else longrope == "long"
@@ -184,7 +185,8 @@ def _longrope_attention(rope: HfConfig, stretch: float, old_length: int, divisor
     return 1.0 if stretch <= 1.0 else math.sqrt(1 + math.log(stretch) / math.log(old_length))
 
 
-def _yarn_attention(rope: HfConfig, stretch: float) -> float:
+def yarn_attention(rope: HfConfig, stretch: float) -> float:
+    """What yarn multiplies cos and sin by: as it is said, or made of how far positions are stretched."""
     attention_factor = rope.optional_number("attention_factor")
     if attention_factor is not None:
         return attention_factor
