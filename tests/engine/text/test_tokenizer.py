@@ -1,6 +1,7 @@
 """The tokenizer of a checkpoint, against `transformers` reading the same folder."""
 
 import json
+import logging
 
 import pytest
 from transformers import AutoTokenizer
@@ -48,6 +49,19 @@ def test_eos_ids_come_from_every_place(tmp_path):
     (folder / "config.json").write_text(json.dumps({"eos_token_id": 3, "text_config": {"eos_token_id": 0}}))
     tokenizer = Tokenizer.from_dir(folder)
     assert tokenizer.eos_token_ids == (0, 5, 3, 2)
+
+
+def test_what_a_file_asks_of_every_answer_is_named_where_it_is_not_done(tmp_path, caplog):
+    """transformers heeds these in `generate` unasked, so a greedy answer there is another one, and nothing said so."""
+    usual = {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "repetition_penalty": 1.0, "bad_words_ids": None}
+    asked = {"suppress_tokens": [*range(90)], "repetition_penalty": 1.05, "forced_bos_token_id": 0}
+    with caplog.at_level(logging.WARNING):
+        Tokenizer.from_dir(checkpoint(tmp_path / "a", byte_level_json(), generation_config=usual))
+        assert not caplog.messages
+        Tokenizer.from_dir(checkpoint(tmp_path / "b", byte_level_json(), generation_config={**usual, **asked}))
+    (message,) = caplog.messages
+    assert "generation_config.json asks" in message
+    assert "repetition_penalty 1.05, suppress_tokens [0, 1, 2, 3, 4, 5, ...], forced_bos_token_id 0" in message
 
 
 def test_an_end_that_is_no_token_is_none(tmp_path):

@@ -1,8 +1,8 @@
 """The tokenizer of a checkpoint: text to ids, ids to text, and what the model's files say about its special tokens.
 
 Owns the reading of tokenizer.json (where there is none, of tokenizer.model, or vocab.txt of BERT and its kin),
-tokenizer_config.json and added_tokens.json, and of the EOS ids that generation_config.json and config.json add. Decoding never
-"cleans up" spaces: the text is what the tokens say.
+tokenizer_config.json and added_tokens.json, and of the EOS ids that generation_config.json and config.json add; what else the
+first says of an answer is named in a warning. Decoding never "cleans up" spaces: the text is what the tokens say.
 
 >>> Tokenizer.from_dir("model").encode("Hello")  # doctest: +SKIP
 [9906]
@@ -11,6 +11,8 @@ tokenizer_config.json and added_tokens.json, and of the EOS ids that generation_
 from __future__ import annotations
 
 import json
+import logging
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
@@ -24,6 +26,8 @@ from diptych.engine.text.wordpiece import kind_of, wordpiece_backend
 from diptych.ground.bounds import lone_surrogate
 from diptych.ground.errors import LoadError, PromptTooLong, RequestError, told_of
 from diptych.models.config import HfConfig, read_json
+
+logger = logging.getLogger("diptych.engine")
 
 _NAMED_SPECIAL_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
@@ -43,6 +47,17 @@ _OTHER_FILES = (
 # only `encode_batch` lets other threads run meanwhile; 90,000 tokens held every stream for 0.2 s
 _LONG_TEXT_CHARS = 4096
 _MANY_CHARS_PER_TOKEN = 16  # English has about 4; only blanks and repeated signs have so many
+
+
+# of generation_config.json, what would change a greedy answer and is read by nobody -> the value that changes nothing
+_NOT_HONOURED: Mapping[str, object] = {
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), 1.0),
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    **dict.fromkeys(
+        ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "stop_strings", "forced_bos_token_id",
+         "forced_eos_token_id", "forced_decoder_ids", "exponential_decay_length_penalty")),
+    "num_beams": 1,
+}  # fmt: skip
 
 
 class PieceKind(Enum):
@@ -104,6 +119,7 @@ class Tokenizer:
         backend.no_truncation()
         with told_of(folder):
             _add_missing_tokens(backend, config, read_json_object(folder / "added_tokens.json"))
+        _warn_of_generation(folder)
         return cls(backend, config, _eos_token_ids(folder, backend, config))
 
     def lowered(self) -> Tokenizer:
@@ -359,6 +375,20 @@ def _no_tokenizer(folder: Path) -> LoadError:
         hint="transformers writes tokenizer.json, where its tokenizer of this model is a fast one: "
         "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)",
     )
+
+
+def _warn_of_generation(folder: Path) -> None:
+    """Name what generation_config.json asks for beside the end of a text and how tokens are drawn, and nobody does."""
+    said = read_json_object(folder / "generation_config.json")
+    named = [
+        f"{key} {reprlib.repr(said[key])}"
+        for key, usual in _NOT_HONOURED.items()
+        if said.get(key) not in (None, usual, [], {})
+    ]
+    if named:
+        logger.warning(
+            "%s asks for what requests must ask for here, and is not read: %s",
+            folder / "generation_config.json", ", ".join(named))  # fmt: skip
 
 
 def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> list[int]:
