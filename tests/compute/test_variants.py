@@ -107,6 +107,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                                                        "num_key_value_heads": 1, "rms_norm_eps": 0.05}),
     "Ling whose decays have no bound": ("bailing_hybrid", {"kda_safe_gate": False, "attention_bias": True,
                                                            "norm_topk_prob": False, "tie_word_embeddings": True}),
+    "Ling of whose pairs half turn": ("bailing_hybrid", {"rope_parameters": {
+        "rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
     "GLM-5.3-Flash whose decays have no bound": ("glm5_next", {"linear_lower_bound": None, "index_kpool": 2, "hc_mult": 4,
                                                                "attention_bias": True, "index_topk": 6}),
     "Mamba-2 whose channels have no bias": ("bamba", {"mamba_conv_bias": False, "mamba_d_conv": 2}),
