@@ -91,6 +91,10 @@ WRAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "hidden_size": 16, "num_filters": 4, "downsampling_ratios": [2], "depths": [1, 1], "kernel_size": 3}
          for kind in ("semantic", "acoustic")},
     ),
+    "OmniASR": ({"model_type": "llama"}, {"audio_config": {
+        "model_type": "omniasr_audio", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "conv_dim": [8, 8], "conv_kernel": [3, 3], "conv_stride": [2, 2],
+        "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}}),
     "AudioFlamingo3": ({"model_type": "qwen2"}, {"audio_config": EAR}),
     "MusicFlamingo": ({"model_type": "qwen2"}, {"audio_config": {"model_type": "audioflamingo3_encoder", **EAR}}),
     "GlmOcr": ({"head_dim": 24, "rope_parameters": {**MROPE, "mrope_section": [4, 4, 4]}}, {"vision_config": QWEN_TOWER}),

@@ -13,7 +13,11 @@ from typing import Any
 import gguf
 import pytest
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from diptych.cost.parameters import parameter_count
 from diptych.cost.setup import find_model
@@ -99,6 +103,14 @@ def test_every_kind_that_transformers_knows_is_read_or_refused_by_name(kind: str
         else:
             with pytest.raises(UnsupportedModel, match=f"{named}|{kind}|text_config"):
                 family_of(given)
+
+
+def test_every_model_beside_pictures_and_sound_is_read_or_there_is_a_reason() -> None:
+    """One that is on no list is refused without a word of what is missing, also where nothing is (Omnilingual ASR)."""
+    named = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}
+    assert not [
+        kind for kind, name in named.items() if name not in SUPPORTED and not (reason_for(kind) or reason_for(name))
+    ]
 
 
 def test_a_key_that_says_what_another_says_is_no_change() -> None:

@@ -39,7 +39,8 @@ WRAPPERS: tuple[str, ...] = (
                      "HyperCLOVAXVisionV2", "Idefics2", "Janus", "DeepseekVL", "DeepseekVLHybrid", "LightOnOcr",
                      "QianfanOCR", "MiniCPMV4_6", "MiniCPMV4_7", "MiniCPMOcr", "PerceptionLM", "Blip2", "InstructBlip",
                      "InstructBlipVideo", "GraniteSpeech", "GraniteSpeechPlus", "GlmAsr", "Qwen3ASR", "FunAsrNano",
-                     "MossTranscribeDiarize", "VibeVoiceAsr", "Granite4Vision", "AudioFlamingo3", "MusicFlamingo")
+                     "MossTranscribeDiarize", "VibeVoiceAsr", "Granite4Vision", "AudioFlamingo3", "MusicFlamingo",
+                     "OmniASR")
     ),
 )  # fmt: skip
 # what precedes the names of a decoder alone, where their decoders' tensors begin else, and parts of names of what is beside

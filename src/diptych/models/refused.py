@@ -20,7 +20,7 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "latent attention within windows, and rotary keys that are normed": ("dots3_note", "dots3_note_text"),
     "queries and keys that are convolved over tokens": ("zaya",),
     "an encoder alone, of a kind that few embedding models have": (
-        "albert", "bert-generation", "big_bird", "convbert", "ernie",
+        "albert", "bert-generation", "big_bird", "convbert", "ernie", "flaubert",
         "megatron-bert", "mobilebert", "rembert", "roberta-prelayernorm", "roc_bert", "roformer", "squeezebert", "xlm",
         "xlm-roberta-xl", "xmod"),
     "an encoder whose scores are made of contents and distances": ("deberta", "deberta-v2"),
@@ -28,11 +28,15 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "bart", "mbart", "pegasus", "marian", "whisper", "blenderbot", "bigbird_pegasus", "blenderbot-small",
         "mvp", "plbart", "prophetnet", "trocr", "florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop",
         "vision-encoder-decoder", "blip", "musicgen", "musicgen_melody", "encoder-decoder", "fsmt", "led", "longt5", "m2m_100",
-        "nllb-moe", "pegasus_x", "seamless_m4t", "seamless_m4t_v2", "switch_transformers", "t5gemma", "umt5"),
+        "nllb-moe", "pegasus_x", "seamless_m4t", "seamless_m4t_v2", "switch_transformers", "t5gemma", "umt5", "canary",
+        "cohere_asr", "moonshine", "moonshine_streaming", "pop2piano", "speech_to_text"),
     # beside pictures and sound
     "a prompt that attends both ways": ("paligemma", "pi0", "git"),
     "layers that attend to pictures or proteins between the others": ("idefics", "evolla"),
-    "sound that is added to tokens, or drawn beside them": ("voxtral_realtime", "kyutai_speech_to_text", "moshi"),
+    "sound that is added to tokens, or drawn beside them": (
+        "voxtral_realtime", "kyutai_speech_to_text", "moshi", "clvp", "csm", "dia", "gradium_phonon_tts", "higgs_audio_v2",
+        "pocket_tts", "vibevoice"),
+    "pictures that are drawn behind the tokens": ("glm_image",),
     "norms of each head with biases of its own": ("chameleon",),
     "norms inside of attention and MLPs": ("kosmos-2", "kosmos-2.5"),
     "windows behind a prompt that all tokens see": ("unlimited_ocr", "unlimited_ocr_text"),
