@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
+from diptych.server.bases import Body
 from diptych.server.messages.body import MessagesBody
 from diptych.server.responses.body import ResponsesBody
-from diptych.server.schema import Body, ChatBody, CompletionBody
+from diptych.server.schema import ChatBody, CompletionBody
 from diptych.server.text_bodies import DetokenizeBody, TemplateBody, TokenizeBody
 from server_process import ServerProcess, events_of
 

@@ -12,7 +12,8 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from diptych.server import schema
+from diptych.server import schema, tool_choice
+from diptych.server.bases import Body
 from diptych.server.door import parse
 from diptych.server.embeddings import body as embeddings_body
 from diptych.server.embeddings.body import EmbeddingBody, RerankBody, ScoreBody
@@ -109,6 +110,11 @@ WITHIN = [
     (CHATS, "ChatCompletionAssistantMessageParam", schema.Message),
     (CHATS, "ChatCompletionUserMessageParam", schema.Message),
     (CHATS, "ChatCompletionFunctionToolParam", schema.Tool),
+    (CHATS, "ChatCompletionNamedToolChoiceParam", tool_choice.NamedToolChoice),
+    (CHATS, "ChatCompletionAllowedToolChoiceParam", tool_choice.AllowedToolsOfChat),
+    (CHATS, "ChatCompletionAllowedToolsParam", tool_choice.AllowedNames),
+    (RESPONSES, "ToolChoiceFunctionParam", tool_choice.FunctionChoice),
+    (RESPONSES, "ToolChoiceAllowedParam", tool_choice.AllowedTools),
     ("openai.types.shared_params", "FunctionDefinition", schema.FunctionSpec),
     (RESPONSES, "FunctionToolParam", responses_body.FunctionTool),
     (RESPONSES, "ResponseFunctionToolCallParam", responses_body.FunctionCallItem),
@@ -129,13 +135,17 @@ WITHIN = [
 
 
 @pytest.mark.parametrize(("module", "name", "ours"), WITHIN)
-def test_every_field_within_a_body_is_known(module: str, name: str, ours: type[schema.Body]) -> None:
+def test_every_field_within_a_body_is_known(module: str, name: str, ours: type[Body]) -> None:
     """`refusal` of a message, `defer_loading` of a tool and others were dropped without a word."""
     known = {field.alias or name for name, field in ours.model_fields.items()}
     assert sorted(fields_of(importlib.import_module(module), name) - known) == []
 
 
 ASK, CALL = {"role": "user", "content": "Hi"}, {"call_id": "1", "type": "function_call", "name": "f", "arguments": "{}"}
+ALLOWED = "tool_choice.allowed_tools"
+NOT_A_FUNCTION = {"allowed_tools": {"mode": "auto", "tools": [{"type": "custom", "custom": {"name": "f"}}]}}
+F = {"type": "function", "function": {"name": "f"}}
+NO_TOOL, NO_MODE = {"allowed_tools": {"mode": "auto", "tools": []}}, {"allowed_tools": {"mode": "none", "tools": [F]}}
 USE = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
 FUNCTION = {"type": "function", "name": "f", "parameters": {}}
 
@@ -146,6 +156,12 @@ FUNCTION = {"type": "function", "name": "f", "parameters": {}}
         (ChatBody, {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0].function_call"),
         (ChatBody, {"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio"),
         (ChatBody, {**CHAT, "tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice.type"),
+        (ChatBody, {**CHAT, "tool_choice": {"type": "allowed_tools", **NOT_A_FUNCTION}}, f"{ALLOWED}.tools[0].type"),
+        (ChatBody, {**CHAT, "tool_choice": {"type": "allowed_tools", **NO_TOOL}}, f"{ALLOWED}.tools"),
+        (ChatBody, {**CHAT, "tool_choice": {"type": "allowed_tools", **NO_MODE}}, f"{ALLOWED}.mode"),
+        (ChatBody, {**CHAT, "tool_choice": "any"}, "tool_choice"),
+        (ResponsesBody, {"input": "Hi", "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
+        (ResponsesBody, {"input": "Hi", "tool_choice": 1}, "tool_choice"),
         (ResponsesBody, {"input": "Hi", "tools": [{**FUNCTION, "async": True}]}, "tools[0].async"),
         (ResponsesBody, {"input": "Hi", "tools": [{**FUNCTION, "defer_loading": True}]}, "tools[0].defer_loading"),
         (ResponsesBody, {"input": "Hi", "tools": [{**FUNCTION, "output_schema": {}}]}, "tools[0].output_schema"),

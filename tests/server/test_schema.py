@@ -15,10 +15,11 @@ from diptych.ground.errors import (
     SequenceError,
 )
 from diptych.ground.request import SamplingParams
+from diptych.server.bases import Body
 from diptych.server.config import ServerConfig
 from diptych.server.door import parse
 from diptych.server.errors import ApiError, error_body, error_response, from_engine_error
-from diptych.server.schema import Body, ChatBody, CompletionBody, depth_of
+from diptych.server.schema import ChatBody, CompletionBody, depth_of
 from diptych.server.text_bodies import TokenizeBody
 
 USER = {"role": "user", "content": "hi"}

@@ -8,11 +8,12 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema_rs
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
+from openai.types.chat import ChatCompletionAllowedToolChoiceParam
 from openai.types.chat.chat_completion import Choice
 
 from diptych.engine.load import bundled_dir
@@ -225,6 +226,27 @@ def test_named_is_that_tool_once(served: Served, name: str) -> None:
     assert [called for called, _ in calls_of(choice)] == [name]
     assert choice.finish_reason == "tool_calls"
     assert streamed(served, **options)[:3] == ("", calls_of(choice), "tool_calls")
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_of_allowed_tools_the_model_is_shown_no_others(served: Served, mode: Literal["auto", "required"]) -> None:
+    """Which was refused, while /v1/responses took its own form of it."""
+    name = TOOLS[1]["function"]["name"]
+    choice: ChatCompletionAllowedToolChoiceParam = {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": mode, "tools": [{"type": "function", "function": {"name": name}}]},
+    }
+    options = {"tool_choice": choice, "parallel_tool_calls": False, "temperature": 1.0, "seed": 4}
+    alone = {"tools": [TOOLS[1]], "tool_choice": mode, "parallel_tool_calls": False, "temperature": 1.0, "seed": 4}
+    some, only = whole(served, **options), whole(served, **alone)
+    assert (some.message.content, calls_of(some), some.finish_reason) == (
+        only.message.content, calls_of(only), only.finish_reason,
+    )  # fmt: skip
+    assert mode == "auto" or [called for called, _ in calls_of(some)] == [name]
+    assert streamed(served, **options)[:3] == (some.message.content or "", calls_of(some), some.finish_reason)
+    choice["allowed_tools"]["tools"] = [{"type": "function", "function": {"name": "nobody"}}]
+    with pytest.raises(BadRequestError, match="tool_choice names 'nobody'; it must be one of the tools"):
+        whole(served, **options)
 
 
 def test_a_conversation_goes_on_behind_a_call(served: Served) -> None:

@@ -233,7 +233,9 @@ def _add_text(app: FastAPI, state: ServerState) -> None:
         body = await state.bodies.read(request, TokenizeBody)
         state.generation.served(body.model)
         if body.messages is not None:
-            ids = (await reader.render(lambda: conversation_of(body), limit_tokens=counted_tokens)).token_ids
+            ids = (
+                await reader.render(lambda: conversation_of(body, tools=body.tools), limit_tokens=counted_tokens)
+            ).token_ids
         elif body.parse_special is False:
             ids = await reader.plain_ids(body.text, limit_tokens=counted_tokens, add_special_tokens=body.adds_special)
         else:
@@ -267,7 +269,7 @@ def _add_text(app: FastAPI, state: ServerState) -> None:
         adapter = state.generation.served(body.model).adapter
         scope = body.cache_salt if adapter is None else (adapter.revision, body.cache_salt)
         rendered = await reader.render(
-            lambda: conversation_of(body, documents=body.documents), limit_tokens=counted_tokens
+            lambda: conversation_of(body, tools=body.tools, documents=body.documents), limit_tokens=counted_tokens
         )
 
         def hits(engine: Engine) -> int:

@@ -16,10 +16,11 @@ from diptych.server.errors import of_stream
 from diptych.server.generation import Generation, asked, sampling_params
 from diptych.server.logprobs import logprobs_json
 from diptych.server.reader import conversation_of, tool_dicts
-from diptych.server.schema import ChatBody, NamedToolChoice
+from diptych.server.schema import ChatBody
 from diptych.server.sse import DONE, error_event, event
 from diptych.server.structured import constraint_field, structured_spec
 from diptych.server.template_settings import effort_settings, verbosity_settings
+from diptych.server.tool_choice import chosen
 from diptych.server.turn import ToolUse, TurnRequest, TurnShape
 from diptych.server.turn_parts import ChoiceParts, Finish, Part, TextPart, ThinkingPart, TurnDelta
 
@@ -35,20 +36,20 @@ def turn_request(generation: Generation, body: ChatBody) -> TurnRequest:
             structured=structured,
         )
 
-    has_tools = body.tool_choice != "none"
+    choice, offered = chosen(body.tool_choice), body.offered
     source = generation.reader.template.source
     variables = {**effort_settings(source, body.reasoning_effort), **verbosity_settings(source, body.verbosity)}
     max_tokens, limit_param = body.asked_tokens
     return TurnRequest(
         render=lambda limit_tokens: generation.reader.render(
-            lambda: conversation_of(body, documents=body.documents, has_tools=has_tools, variables=variables),
+            lambda: conversation_of(body, documents=body.documents, tools=offered, variables=variables),
             limit_tokens=limit_tokens,
         ),
         continues=bool(body.continue_final_message),
         tool_use=ToolUse(
-            tools=tool_dicts(body.tools) or () if has_tools else (),
-            must_call=body.tool_choice not in (None, "auto", "none"),
-            name=body.tool_choice.function.name if isinstance(body.tool_choice, NamedToolChoice) else None,
+            tools=tool_dicts(offered) or (),
+            must_call=choice.must_call,
+            name=choice.name,
             is_parallel=body.parallel_tool_calls is not False,
         ),
         structured=structured_spec(body),

@@ -22,8 +22,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from diptych.ground.bounds import lone_surrogate
+from diptych.server.bases import Body
 from diptych.server.errors import ApiError, error_response, from_validation_error
-from diptych.server.schema import Body
 
 MAX_HEADER_BYTES = 64 * 1024
 HEADER_TIMEOUT_S = 30.0

@@ -141,6 +141,8 @@ def from_validation_error(error: ValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first['ctx']['error']}", code="invalid_json")
     path = _path(first["loc"])
+    if first["type"] == "union_tag_invalid":
+        path += ".type"
     if first["type"] == "missing":
         return ApiError(400, f"{path} is missing; it is required", param=path, code="missing_required_parameter")
     message = complaint(first, path, shown(first["input"]))

@@ -72,15 +72,15 @@ class Conversation:
 def conversation_of(
     body: ChatBody | TokenizeBody | TemplateBody,
     *,
+    tools: Sequence[Tool] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
-    has_tools: bool = True,
     variables: Mapping[str, Any] | None = None,
 ) -> Conversation:
     """The conversation of a body with OpenAI's messages. variables: of the template, besides the body's own."""
     continues = bool(body.continue_final_message)
     return Conversation(
         messages=message_dicts(body.messages or ()),
-        tools=tool_dicts(body.tools) if has_tools else None,
+        tools=tool_dicts(tools),
         documents=documents,
         adds_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
         continues=continues,

@@ -14,14 +14,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import (
     AfterValidator,
     AliasChoices,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
-    FailFast,
     Field,
     PlainValidator,
     PrivateAttr,
-    Tag,
     WithJsonSchema,
     model_validator,
 )
@@ -31,6 +28,7 @@ from pydantic_core import PydanticCustomError
 from diptych.compute.json_schema import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
 from diptych.compute.structured import MAX_REGEX_BYTES
 from diptych.ground.request import BOUNDS, MAX_LOGIT_BIAS, MAX_STOP_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from diptych.server.bases import MAX_TOOLS, Body, StopAtFirst, conflict
 from diptych.server.fields import (
     NEEDS_CONTENT,
     NO_EFFECT,
@@ -43,10 +41,10 @@ from diptych.server.fields import (
     check_extra,
 )
 from diptych.server.prompts import Prompt, prompts_of, prompts_schema
+from diptych.server.tool_choice import ChatToolChoice, chosen
 
 MAX_PROMPTS = 64
 MAX_MESSAGES = 16384
-MAX_TOOLS = 128
 MAX_KWARGS_BYTES = 16 * 1024
 MAX_KWARGS_DEPTH = 16
 MAX_USER_BYTES = 512
@@ -152,30 +150,12 @@ def _check_user(value: str | None) -> str | None:
     return value
 
 
-def conflict(field: str, message: str) -> PydanticCustomError:
-    """What fields that exclude or need each other raise; `field` is the one to change."""
-    return PydanticCustomError("conflict", "{message}", {"message": message, "param": field})
-
-
-def branch_of_type(value: object) -> str | None:
-    """Which branch of a union an object's `type` names. The mark before it keeps it out of the paths of messages."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return f"~{kind}" if isinstance(kind, str) else None
-
-
 def bounded(name: str, *, low: float | None = None) -> Any:
     """An optional field with the bounds of the sampling option; `low` where clients of other servers may send less."""
     bound = BOUNDS[name]
     if bound.is_low_open:
         return Field(None, gt=bound.low, le=bound.high)
     return Field(None, ge=bound.low if low is None else low, le=bound.high)
-
-
-class StopAtFirst(FailFast):
-    """FailFast that may stand in a union: a union hashes its members, and the dataclass it comes from has no hash."""
-
-    def __hash__(self) -> int:
-        return hash(type(self))
 
 
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-_INT64, le=_INT64)]
@@ -221,12 +201,6 @@ JsonSchema = Annotated[dict[str, Any] | None, AfterValidator(_check_schema)]
 TemplateVariables = Annotated[dict[str, Any] | None, AfterValidator(_check_kwargs)]
 Name = Annotated[str, Field(max_length=1024)]
 User = Annotated[str | None, Field(None, max_length=MAX_USER_BYTES), AfterValidator(_check_user)]
-
-
-class Body(BaseModel):
-    """Base of all request bodies: strict types, unknown fields ignored, no infinities."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class StreamOptions(Body):
@@ -320,18 +294,10 @@ class Tool(Body):
     type: Literal["function"]
     function: FunctionSpec
 
-
-class FunctionName(Body):
-    """The function a named tool choice asks for."""
-
-    name: str = Field(min_length=1, max_length=64)
-
-
-class NamedToolChoice(Body):
-    """`tool_choice` that names one function."""
-
-    type: Literal["function"]
-    function: FunctionName
+    @property
+    def name(self) -> str:
+        """Of the function."""
+        return self.function.name
 
 
 class CalledFunction(Body):
@@ -543,7 +509,10 @@ class GenerationBody(SamplingBody):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    _refused = {**REFUSED, **OF_CHATS}  # what the other route honours, and this one cannot
+    _refused: ClassVar[Mapping[str, Refusal]] = {
+        **REFUSED,
+        **OF_CHATS,
+    }  # what the other route honours, and this one cannot
 
     prompt: Prompts
     max_tokens: Whole | None = bounded("max_tokens", low=0)  # none where the prompt is echoed alone
@@ -562,13 +531,13 @@ class CompletionBody(GenerationBody):
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    _refused = {**REFUSED, **OF_PROMPTS}
+    _refused: ClassVar[Mapping[str, Refusal]] = {**REFUSED, **OF_PROMPTS}
 
     messages: Annotated[list[Message], StopAtFirst()] = Field(min_length=1, max_length=MAX_MESSAGES)
     logprobs: bool | None = None
     top_logprobs: Whole | None = bounded("logprobs")
     tools: Annotated[list[Tool], StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | Annotated[NamedToolChoice, Tag("~named")] | None = None
+    tool_choice: ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -584,15 +553,15 @@ class ChatBody(GenerationBody):
     def _tools_agree(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
             raise conflict("top_logprobs", "top_logprobs is set; it is only allowed when logprobs is true")
-        if isinstance(self.tool_choice, NamedToolChoice):
-            name = self.tool_choice.function.name
-            if name not in [tool.function.name for tool in self.tools or ()]:
-                raise conflict("tool_choice", f"tool_choice names {name!r}; it must be one of the tools")
-        if self.tool_choice == "required" and not self.tools:
-            raise conflict("tool_choice", "tool_choice is 'required'; it is only allowed when tools are given")
+        chosen(self.tool_choice).check([tool.name for tool in self.tools or ()])
         if self.continue_final_message and self.add_generation_prompt:
             raise conflict(
                 "continue_final_message",
                 "continue_final_message is true; it is only allowed when add_generation_prompt is not",
             )
         return self
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model is shown."""
+        return chosen(self.tool_choice).of(self.tools or [])

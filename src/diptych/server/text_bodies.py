@@ -7,19 +7,8 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.config import JsonDict
 
-from diptych.server.schema import (
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    Body,
-    CacheSalt,
-    Message,
-    Name,
-    StopAtFirst,
-    TemplateVariables,
-    Tool,
-    Whole,
-    conflict,
-)
+from diptych.server.bases import MAX_TOOLS, Body, StopAtFirst, conflict
+from diptych.server.schema import MAX_MESSAGES, CacheSalt, Message, Name, TemplateVariables, Tool, Whole
 
 
 def _given(name: str, kind: str) -> JsonDict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,8 +50,8 @@ def complaint(error: Mapping[str, Any], path: str, value: str) -> str:
     if kind == "union_tag_not_found":
         return f"{subject} is {value}; it must be an object with a type"
     if kind == "union_tag_invalid":
-        known = context["expected_tags"].replace("~", "")
-        return f"{subject}.type is {context['tag'].lstrip('~')[:100]!r}; it must be one of {known}"
+        known = ", ".join(re.findall(r"'~\w+'", context["expected_tags"])).replace("~", "")
+        return f"{subject} is {context['tag'].lstrip('~')[:100]!r}; it must be one of {known}"
     if kind == "value_error":  # our own checks say the rest of the sentence
         return f"{subject} {context['error']}"
     if kind in ("conflict", "refused"):  # ours, whole sentences

@@ -11,16 +11,10 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AliasChoices, Field, PlainValidator, WithJsonSchema, model_validator
 
+from diptych.server.bases import Body, StopAtFirst, conflict
 from diptych.server.fields import Refusal
 from diptych.server.prompts import Prompt, prompts_of, prompts_schema
-from diptych.server.schema import (
-    Body,
-    RequestBody,
-    StopAtFirst,
-    User,
-    Whole,
-    conflict,
-)
+from diptych.server.schema import RequestBody, User, Whole
 
 MAX_INPUTS = 2048  # OpenAI's
 MAX_DIMENSIONS = 2**20

@@ -14,27 +14,23 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from diptych.ground.request import BOUNDS
+from diptych.server.bases import MAX_TOOLS, Body, StopAtFirst, branch_of_type, conflict
 from diptych.server.fields import NO_EFFECT as NO_EFFECT_ON_ALL
 from diptych.server.fields import REFUSED as REFUSED_BY_ALL
 from diptych.server.fields import Refusal
 from diptych.server.schema import (
     MAX_MESSAGES,
-    MAX_TOOLS,
-    Body,
-    FunctionName,
     FunctionSpec,
     JsonSchema,
     SamplingBody,
     Stop,
-    StopAtFirst,
     TemplateVariables,
     User,
     Whole,
     bounded,
-    branch_of_type,
-    conflict,
     json_size,
 )
+from diptych.server.tool_choice import ToolChoice, chosen
 
 _STORED_ONLY = "only responses are kept here; go on from one with previous_response_id"
 
@@ -230,32 +226,6 @@ class FunctionTool(FunctionSpec):
         return value
 
 
-class FunctionChoice(FunctionName):
-    """`tool_choice` that names one function."""
-
-    type: Literal["function"]
-
-
-class AllowedTools(Body):
-    """`tool_choice` that names some of the tools; the model is shown no others."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["none", "auto", "required"] = "auto"
-    tools: Annotated[list[FunctionChoice], StopAtFirst()] = Field(min_length=1, max_length=MAX_TOOLS)
-
-
-def _branch_of_choice(value: object) -> str | None:
-    return "~word" if isinstance(value, str) else branch_of_type(value)
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("~word")]
-    | Annotated[FunctionChoice, Tag("~function")]
-    | Annotated[AllowedTools, Tag("~allowed_tools")],
-    Discriminator(_branch_of_choice),
-]
-
-
 class TextFormat(Body):
     """The form that the text must have."""
 
@@ -323,13 +293,7 @@ class ResponsesCountBody(SamplingBody):
 
     @model_validator(mode="after")
     def _tools_agree(self) -> Self:
-        choice, known = self.tool_choice, [tool.name for tool in self.tools or ()]
-        named = [choice] if isinstance(choice, FunctionChoice) else getattr(choice, "tools", ())
-        unknown = next((one.name for one in named if one.name not in known), None)
-        if unknown is not None:
-            raise conflict("tool_choice", f"tool_choice names {unknown!r}; it must be one of the tools")
-        if choice == "required" and not known:
-            raise conflict("tool_choice", "tool_choice is 'required'; it is only allowed when tools are given")
+        chosen(self.tool_choice).check([tool.name for tool in self.tools or ()])
         if not self.input and self.previous_response_id is None:
             raise conflict("input", "input is missing; it is required without previous_response_id")
         return self
@@ -337,13 +301,7 @@ class ResponsesCountBody(SamplingBody):
     @property
     def offered(self) -> list[FunctionTool]:
         """The tools that the model is shown."""
-        choice, tools = self.tool_choice, self.tools or []
-        if choice == "none" or (isinstance(choice, AllowedTools) and choice.mode == "none"):
-            return []
-        if isinstance(choice, AllowedTools):
-            names = {one.name for one in choice.tools}
-            return [tool for tool in tools if tool.name in names]
-        return tools
+        return chosen(self.tool_choice).of(self.tools or [])
 
 
 class ResponsesBody(ResponsesCountBody):

@@ -12,13 +12,12 @@ from diptych.ground.errors import PromptTooLong
 from diptych.ground.request import StructuredSpec
 from diptych.server.reader import Conversation, Reader, object_or_text
 from diptych.server.responses.body import (
-    AllowedTools,
-    FunctionChoice,
     FunctionTool,
     ResponsesCountBody,
     decoded_reasoning,
 )
 from diptych.server.template_settings import effort_settings, verbosity_settings
+from diptych.server.tool_choice import chosen
 from diptych.server.turn import ToolUse
 
 Item = dict[str, Any]
@@ -78,13 +77,11 @@ def conversation(
 
 def tool_use(body: ResponsesCountBody) -> ToolUse:
     """The tools that are offered, and whether one must be called."""
-    choice = body.tool_choice
+    choice = chosen(body.tool_choice)
     return ToolUse(
         tools=[template_tool(tool) for tool in body.offered],
-        must_call=choice == "required"
-        or isinstance(choice, FunctionChoice)
-        or (isinstance(choice, AllowedTools) and choice.mode == "required"),
-        name=choice.name if isinstance(choice, FunctionChoice) else None,
+        must_call=choice.must_call,
+        name=choice.name,
         is_parallel=body.parallel_tool_calls is not False,
     )
 
