@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from importlib import resources
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -35,6 +35,7 @@ from diptych.server.messages.routes import BODIES as MESSAGES_BODIES
 from diptych.server.messages.routes import add_messages
 from diptych.server.metrics_export import exposition
 from diptych.server.openapi import body_of, install_openapi, responses
+from diptych.server.query import TellingRoute, page, several
 from diptych.server.reader import conversation_of, piece
 from diptych.server.recent import parse_changes, what_if_answer
 from diptych.server.request_id import RequestIds
@@ -53,6 +54,7 @@ logger = logging.getLogger("diptych.server")
 
 WATCH_S = 0.05
 LOG_EVERY_S = 10.0
+Lifecycle = Literal["active", "deprecated", "retired"]  # of Anthropic's models
 PAGE_FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -104,6 +106,7 @@ def create_app(state: ServerState) -> FastAPI:
         lifespan=lifespan,
         middleware=middleware,
     )
+    app.router.route_class = TellingRoute
     _add_error_handlers(app, state)
     _add_generation(app, state)
     add_responses(app, state)
@@ -112,6 +115,7 @@ def create_app(state: ServerState) -> FastAPI:
     _add_text(app, state)
     _add_requests(app, state)
     _add_status(app, state)
+    _add_models(app, state)
     add_loras(app, state)
     _add_page(app, state)
     _add_short_paths(app)
@@ -378,6 +382,29 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
         state.desk.refuse_when_draining()
         return {"status": "ready"}
 
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        """The OpenAPI document."""
+        return JsonAnswer(await state.workers.run(lambda: json_bytes(app.openapi())))
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus text."""
+        return Response(
+            exposition(
+                state.collector,
+                state.engine.stats(),
+                state.desk.outlook(),
+                state.engine.engine.adapter_counts(),
+                state.engine.workers(),
+            ),
+            media_type="text/plain; version=0.0.4; charset=utf-8",
+        )
+
+
+def _add_models(app: FastAPI, state: ServerState) -> None:
+    created = int(wall_time_s())
+
     def model_card(name: str) -> dict[str, Any]:
         return {
             "id": name,
@@ -401,19 +428,18 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
             for one in state.generation.adapters.served
         ]
 
-    created = int(wall_time_s())
-
-    @app.get("/openapi.json", include_in_schema=False)
-    async def openapi() -> Response:
-        """The OpenAPI document."""
-        return JsonAnswer(await state.workers.run(lambda: json_bytes(app.openapi())))
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    @app.get("/v1/models", responses=responses(400))
+    async def models(
+        limit: Annotated[int | None, Query(ge=1, le=1000)] = None,
+        after_id: str | None = None,
+        before_id: str | None = None,
+        lifecycle: Annotated[list[Lifecycle] | None, several("lifecycle")] = None,
+    ) -> dict[str, Any]:
         """The model served here, once for each of its names, and its adapters."""
         names = state.config.served_model_names or (state.model.name,)
         cards = [model_card(name) for name in dict.fromkeys(names)] + adapter_cards()
-        return {"object": "list", "data": cards, "has_more": False, "first_id": names[0], "last_id": cards[-1]["id"]}
+        cards = [card for card in cards if lifecycle is None or card["lifecycle"] in lifecycle]
+        return page(cards, after=("after_id", after_id), before=("before_id", before_id), limit=limit)
 
     @app.get("/v1/models/{name:path}", responses=responses(404))
     async def model(name: str) -> dict[str, Any]:
@@ -421,20 +447,6 @@ def _add_status(app: FastAPI, state: ServerState) -> None:
         adapter = state.generation.served(name).adapter
         card = next((one for one in adapter_cards() if adapter is not None and one["id"] == adapter.name), None)
         return model_card(name) if card is None else card
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        """Prometheus text."""
-        return Response(
-            exposition(
-                state.collector,
-                state.engine.stats(),
-                state.desk.outlook(),
-                state.engine.engine.adapter_counts(),
-                state.engine.workers(),
-            ),
-            media_type="text/plain; version=0.0.4; charset=utf-8",
-        )
 
 
 def _add_page(app: FastAPI, state: ServerState) -> None:

@@ -13,6 +13,11 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
+    @property
+    def ignored_fields(self) -> tuple[str, ...]:
+        """Fields that nobody here knows, as far as that is looked at."""
+        return ()
+
 
 class StopAtFirst(FailFast):
     """FailFast that may stand in a union: a union hashes its members, and the dataclass it comes from has no hash."""

@@ -24,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from diptych.ground.bounds import lone_surrogate
 from diptych.server.bases import Body
 from diptych.server.errors import ApiError, error_response, from_validation_error
+from diptych.server.fields import note_ignored
 
 MAX_HEADER_BYTES = 64 * 1024
 HEADER_TIMEOUT_S = 30.0
@@ -355,7 +356,9 @@ class BodyReader:
                     self._held_bytes += len(part)
                     raw += part
                     self.limits.check_sizes(len(raw), self._held_bytes)
-            return await self._parse(raw, body_type)
+            body = await self._parse(raw, body_type)
+            note_ignored(request.scope, body.ignored_fields)
+            return body
         except TimeoutError:
             message = f"the body did not arrive within {BODY_TIMEOUT_S:g} seconds"
             raise ApiError(408, message, code="body_timeout") from None

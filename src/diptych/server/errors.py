@@ -151,7 +151,7 @@ def from_validation_error(error: ValidationError) -> ApiError:
 
 def from_query_error(first: Mapping[str, Any]) -> ApiError:
     """The first complaint about a parameter in a path or a query, whose place (`query`, `path`) stands before its name."""
-    path = _path(tuple(first["loc"][1:]))
+    path = _path(tuple(part.removesuffix("[]") if isinstance(part, str) else part for part in first["loc"][1:]))
     return ApiError(400, complaint(first, path, shown(first["input"])), param=path, code="invalid_value")
 
 

@@ -7,7 +7,7 @@ of it; a test holds both to the params of the `openai` package and to vLLM's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -15,6 +15,7 @@ from pydantic import AfterValidator, ValidationInfo
 
 IGNORED_HEADER = "x-diptych-ignored"
 MAX_IGNORED_CHARS = 512
+_SCOPE_KEY = "diptych.ignored"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +171,14 @@ def ignored_header(names: tuple[str, ...]) -> dict[str, str]:
     """The header that tells which fields were not known; empty when all were."""
     shown = ", ".join(name.encode("ascii", "backslashreplace").decode() for name in names if name.isprintable())
     return {IGNORED_HEADER: shown[:MAX_IGNORED_CHARS]} if shown else {}
+
+
+def note_ignored(scope: MutableMapping[str, Any], names: Sequence[str]) -> None:
+    """Keep the names of a request's fields that were not known until it is answered."""
+    scope[_SCOPE_KEY] = tuple(names)
+
+
+def ignored_of(scope: Mapping[str, Any]) -> tuple[str, ...]:
+    """What `note_ignored` kept."""
+    names: tuple[str, ...] = scope.get(_SCOPE_KEY, ())
+    return names

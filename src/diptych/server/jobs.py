@@ -14,7 +14,6 @@ from starlette.responses import Response
 from diptych.engine.spans import PARENT_HEADERS
 from diptych.server.answers import JsonAnswer, json_bytes
 from diptych.server.door import Workers, unless_disconnected
-from diptych.server.fields import ignored_header
 from diptych.server.request_id import request_id_of
 from diptych.server.schema import RequestBody, SamplingBody
 from diptych.server.sse import EventStream
@@ -71,16 +70,15 @@ async def respond(request: Request, job: Job, body: SamplingBody, workers: Worke
     """Run `job` and answer with what it gives, as the body asks for it."""
     # also while the prompts are read and handed over: of many in one body, each waits for a step of the engine
     await unless_disconnected(request, asyncio.ensure_future(job.start()))
-    headers = ignored_header(body.ignored_fields)
     if body.stream:
-        return EventStream(job.stream(), on_close=job.close, headers=headers)
+        return EventStream(job.stream(), on_close=job.close)
     try:
         answer = await unless_disconnected(request, asyncio.ensure_future(job.answer()))
     finally:
         job.close()
     if body.is_answered_at_length:
-        return JsonAnswer(await workers.run(json_bytes, answer), headers=headers)
-    return JsonAnswer(to_json(answer), headers=headers)
+        return JsonAnswer(await workers.run(json_bytes, answer))
+    return JsonAnswer(to_json(answer))
 
 
 async def generate(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from starlette.responses import Response
@@ -50,11 +50,9 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         *,
         on_close: Callable[[], None] | None = None,
-        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(
             headers={
-                **(headers or {}),
                 "content-type": "text/event-stream; charset=utf-8",
                 "cache-control": "no-cache",
                 "x-accel-buffering": "no",  # proxies must not hold tokens back

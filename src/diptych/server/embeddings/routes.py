@@ -13,7 +13,6 @@ from diptych.server.answers import JsonAnswer
 from diptych.server.door import unless_disconnected
 from diptych.server.embeddings.answer import EmbeddingAnswer, PooledAnswer, RerankAnswer, ScoreAnswer
 from diptych.server.embeddings.body import EmbeddingBody, PooledBody, RerankBody, ScoreBody
-from diptych.server.fields import ignored_header
 from diptych.server.jobs import named
 from diptych.server.openapi import body_of, responses
 from diptych.server.state import ServerState
@@ -57,4 +56,4 @@ async def _answer(
             content = await unless_disconnected(request, asyncio.ensure_future(job.answer()))
         finally:
             job.close()
-    return JsonAnswer(content, headers=ignored_header(body.ignored_fields))
+    return JsonAnswer(content)

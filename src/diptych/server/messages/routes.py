@@ -9,7 +9,6 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from diptych.server.answers import JsonAnswer
-from diptych.server.fields import ignored_header
 from diptych.server.jobs import generate
 from diptych.server.messages.answer import MessagesAnswer
 from diptych.server.messages.body import MessagesBody, MessagesCountBody
@@ -37,4 +36,4 @@ def add_messages(app: FastAPI, state: ServerState) -> None:
         variables = settings(state.generation, body)
         rendered = await state.reader.render(lambda: conversation(body, variables), limit_tokens=state.counted_tokens)
         count = to_json({"input_tokens": len(rendered.token_ids)})
-        return JsonAnswer(count, headers=ignored_header(body.ignored_fields))
+        return JsonAnswer(count)

@@ -17,7 +17,7 @@ from diptych.server.answers import json_bytes
 from diptych.server.errors import ApiError, error_body, of_stream
 from diptych.server.generation import Generation, asked, sampling_params
 from diptych.server.logprobs import logprobs_json
-from diptych.server.responses.body import ResponsesBody
+from diptych.server.responses.body import ENCRYPTED, ResponsesBody
 from diptych.server.responses.items import (
     ROOM_TOKENS,
     Item,
@@ -90,7 +90,7 @@ class ResponsesAnswer(TurnShape):
         self._created = int(wall_time_s())
         self._given: list[Item] = []
         self._n_dropped = 0
-        self._output = OutputItems(encodes_reasoning="reasoning.encrypted_content" in (body.include or ()))
+        self._output = OutputItems(encodes_reasoning=ENCRYPTED in (body.include or ()))
         self._error: ApiError | None = None
         self._is_stored = body.is_stored
         self._sequence = 0

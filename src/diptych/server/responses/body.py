@@ -304,15 +304,17 @@ class ResponsesCountBody(SamplingBody):
         return chosen(self.tool_choice).of(self.tools or [])
 
 
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+Includable = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
 class ResponsesBody(ResponsesCountBody):
     """`POST /v1/responses`."""
 
     max_output_tokens: Whole | None = Field(None, ge=1, le=BOUNDS["max_tokens"].high)
     stop: Stop = ()
     top_logprobs: Whole | None = bounded("logprobs")
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
-        None, max_length=16
-    )
+    include: list[Includable] | None = Field(None, max_length=16)
     store: bool | None = None
     background: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
@@ -330,7 +332,7 @@ class ResponsesBody(ResponsesCountBody):
     @property
     def logprobs(self) -> int | None:
         """How many alternatives to tell of each token; None for no log-probabilities."""
-        is_included = "message.output_text.logprobs" in (self.include or ())
+        is_included = LOGPROBS in (self.include or ())
         return self.top_logprobs if self.top_logprobs is not None else 0 if is_included else None
 
     @property

@@ -8,13 +8,16 @@ items.items
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+from pydantic_core import from_json
+
 from diptych.engine.text.tools import ToolCallDelta
-from diptych.server.answers import Fragments
-from diptych.server.responses.body import encoded_reasoning
-from diptych.server.responses.items import Item, new_id
+from diptych.server.answers import Fragments, json_bytes
+from diptych.server.errors import ApiError
+from diptych.server.responses.body import ENCRYPTED, LOGPROBS, encoded_reasoning
+from diptych.server.responses.items import Item, new_id, reasoning_of
 from diptych.server.turn_parts import Part, TextPart, ThinkingPart
 
 Event = dict[str, Any]
@@ -120,3 +123,26 @@ class OutputItems:
 
     def _at(self, kind: str, **fields: Any) -> Event:
         return {"type": kind, "item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **fields}
+
+
+def include_in(items: Sequence[Item], include: Collection[str]) -> None:
+    """Add to items, in place, what is asked for. Raises ApiError 400 for log-probabilities, which nobody knows afterwards."""
+    for item in items:
+        if ENCRYPTED in include and item["type"] == "reasoning" and "encrypted_content" not in item:
+            item["encrypted_content"] = encoded_reasoning(reasoning_of(item))
+        texts = [part for part in item["content"] if part["type"] == "output_text"] if item["type"] == "message" else ()
+        if LOGPROBS in include and any(part["text"] and not part.get("logprobs") for part in texts):
+            raise ApiError(
+                400,
+                f"include asks for {LOGPROBS}, which {item['id']!r} was written without\n"
+                "hint: include it in the request that creates the response",
+                param="include",
+                code="invalid_value",
+            )
+
+
+def with_included(body: bytes, include: Collection[str]) -> bytes:
+    """The JSON of a response with `include_in` of its output."""
+    response = from_json(body)
+    include_in(response["output"], include)
+    return json_bytes(response)

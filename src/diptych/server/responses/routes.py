@@ -12,12 +12,13 @@ from starlette.responses import Response
 
 from diptych.server.answers import JsonAnswer, json_bytes
 from diptych.server.errors import ApiError
-from diptych.server.fields import ignored_header
 from diptych.server.jobs import named, respond, trace_parent
 from diptych.server.openapi import body_of, responses
+from diptych.server.query import page, several
 from diptych.server.responses.answer import Responses, ResponsesAnswer
-from diptych.server.responses.body import ResponsesBody, ResponsesCountBody
+from diptych.server.responses.body import Includable, ResponsesBody, ResponsesCountBody
 from diptych.server.responses.items import conversation, given_items, settings
+from diptych.server.responses.output import include_in, with_included
 from diptych.server.state import ServerState
 
 BODIES = (ResponsesBody, ResponsesCountBody)
@@ -28,7 +29,7 @@ def add_responses(app: FastAPI, state: ServerState) -> None:
     """`/v1/responses` and what belongs to it."""
     shared = Responses(state.store, max_bytes=state.bodies.limits.max_bytes)
     _add_creation(app, state, shared)
-    _add_stored(app, shared)
+    _add_stored(app, state, shared)
 
 
 def _add_creation(app: FastAPI, state: ServerState, shared: Responses) -> None:
@@ -48,7 +49,7 @@ def _add_creation(app: FastAPI, state: ServerState, shared: Responses) -> None:
                 return await respond(request, job, body, state.workers)
             await job.start()
         state.desk.spawn(job.run())
-        return JsonAnswer(json_bytes(job.snapshot()), headers=ignored_header(body.ignored_fields))
+        return JsonAnswer(json_bytes(job.snapshot()))
 
     @app.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponsesCountBody), **refusals)
     async def response_input_tokens(request: Request) -> Response:
@@ -61,7 +62,7 @@ def _add_creation(app: FastAPI, state: ServerState, shared: Responses) -> None:
             lambda: conversation(body, before + given, variables), limit_tokens=state.counted_tokens
         )
         count = to_json({"object": "response.input_tokens", "input_tokens": len(rendered.token_ids)})
-        return JsonAnswer(count, headers=ignored_header(body.ignored_fields))
+        return JsonAnswer(count)
 
     @app.post("/v1/responses/compact", responses=responses(400))
     async def compact_response() -> Response:
@@ -75,27 +76,38 @@ def _add_creation(app: FastAPI, state: ServerState, shared: Responses) -> None:
         )
 
 
-def _add_stored(app: FastAPI, shared: Responses) -> None:
+def _add_stored(app: FastAPI, state: ServerState, shared: Responses) -> None:
     refusals: dict[str, Any] = {"responses": responses(400, 404)}
 
     def unknown(response_id: str) -> ApiError:
         return ApiError(404, f"no response {response_id[:100]!r} is stored here", code="not_found")
 
-    async def stored(response_id: str) -> Response:
+    async def stored(response_id: str) -> bytes:
         job = shared.open.get(response_id)
-        if job is not None:
-            return JsonAnswer(json_bytes(job.snapshot()))
-        body = await shared.store.get(response_id)
+        body = json_bytes(job.snapshot()) if job is not None else await shared.store.get(response_id)
         if body is None:
             raise unknown(response_id)
-        return JsonAnswer(body)
+        return body
 
     @app.get("/v1/responses/{response_id}", **refusals)
-    async def get_response(response_id: str, stream: bool = False) -> Response:
+    async def get_response(
+        response_id: str,
+        include: Annotated[list[Includable] | None, several("include")] = None,
+        stream: bool = False,
+        starting_after: int | None = None,
+        include_obfuscation: bool = False,
+    ) -> Response:
         """A response that is stored or still being written."""
-        if stream:
-            raise ApiError(400, "stream is true; a stored response is read whole", param="stream", code="invalid_value")
-        return await stored(response_id)
+        for name, is_asked in (
+            ("stream", stream),
+            ("starting_after", starting_after is not None),
+            ("include_obfuscation", include_obfuscation),
+        ):
+            if is_asked:
+                told = f"{name} is of streams; a stored response is read whole"
+                raise ApiError(400, told, param=name, code="invalid_value")
+        body = await stored(response_id)
+        return JsonAnswer(await state.workers.run(with_included, body, include) if include else body)
 
     @app.delete("/v1/responses/{response_id}", **refusals)
     async def delete_response(response_id: str) -> dict[str, Any]:
@@ -115,7 +127,7 @@ def _add_stored(app: FastAPI, shared: Responses) -> None:
             job.cancel()
             with suppress(TimeoutError):
                 await asyncio.wait_for(job.over.wait(), CANCEL_TIMEOUT_S)
-        return await stored(response_id)
+        return JsonAnswer(await stored(response_id))
 
     @app.get("/v1/responses/{response_id}/input_items", **refusals)
     async def input_items(
@@ -123,18 +135,12 @@ def _add_stored(app: FastAPI, shared: Responses) -> None:
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
+        include: Annotated[list[Includable] | None, several("include")] = None,
     ) -> Response:
         """The items that came with a response's request, the newest first."""
         items = await shared.store.given(response_id)
         if items is None:
             raise unknown(response_id)
+        include_in(items, include or ())
         ordered = items if order == "asc" else items[::-1]
-        if after is not None:
-            ids = [item["id"] for item in ordered]
-            if after not in ids:
-                raise ApiError(400, f"after is {after[:100]!r}; no item of this response has that id", param="after")
-            ordered = ordered[ids.index(after) + 1 :]
-        shown = ordered[:limit]
-        ends = {"first_id": shown[0]["id"] if shown else None, "last_id": shown[-1]["id"] if shown else None}
-        page = {"object": "list", "data": shown, **ends, "has_more": len(ordered) > limit}
-        return JsonAnswer(json_bytes(page))
+        return JsonAnswer(json_bytes(page(ordered, after=("after", after), limit=limit)))
