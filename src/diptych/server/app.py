@@ -24,7 +24,7 @@ from diptych.ground.errors import EngineError
 from diptych.server.answers import JsonAnswer, json_bytes
 from diptych.server.chat import ChatAnswer, turn_request
 from diptych.server.completions import CompletionAnswer
-from diptych.server.door import LEFT, OPEN_PATHS, CountRefused, RequireKey
+from diptych.server.door import LEFT, OPEN_PATHS, TELL_REFUSED, CountRefused, RequireKey
 from diptych.server.embeddings.routes import BODIES as EMBEDDING_BODIES
 from diptych.server.embeddings.routes import add_embeddings
 from diptych.server.errors import ApiError, error_response, from_engine_error, from_query_error
@@ -38,7 +38,7 @@ from diptych.server.openapi import body_of, install_openapi, responses
 from diptych.server.query import TellingRoute, page, several
 from diptych.server.reader import conversation_of, piece
 from diptych.server.recent import parse_changes, what_if_answer
-from diptych.server.request_id import RequestIds
+from diptych.server.request_id import RequestIds, id_headers
 from diptych.server.responses.routes import BODIES as RESPONSES_BODIES
 from diptych.server.responses.routes import add_responses
 from diptych.server.schema import ChatBody, CompletionBody
@@ -75,11 +75,11 @@ def create_app(state: ServerState) -> FastAPI:
     """The application around one engine."""
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
         state.engine.subscribe(state.telemetry.on_events)
         watch = asyncio.ensure_future(watch_loop(state.telemetry.loop_lag_s))
         try:
-            yield
+            yield {TELL_REFUSED: state.telemetry.on_refused}
         finally:
             watch.cancel()
             state.live.close()
@@ -194,6 +194,7 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
         logger.error("request failed path=%s", request.url.path, exc_info=error)
         response = refuse(from_engine_error(error), request)
         state.telemetry.on_refused(response.status_code)  # it is answered outside of all middleware
+        response.raw_headers += id_headers(request.url.path, request.headers.raw)
         response.headers["connection"] = "close"  # the HTTP server closes it behind an error that it did not expect
         return response
 

@@ -25,6 +25,7 @@ from diptych.ground.bounds import lone_surrogate
 from diptych.server.bases import Body
 from diptych.server.errors import ApiError, error_response, from_validation_error
 from diptych.server.fields import note_ignored
+from diptych.server.request_id import id_headers
 
 MAX_HEADER_BYTES = 64 * 1024
 HEADER_TIMEOUT_S = 30.0
@@ -48,6 +49,7 @@ MAX_SLOW_CHARS = 2_500_000
 SLOW_CHARS_PER_TOKEN = 8  # no text has more: a token of Hindi has 4 characters, an escaped one of Chinese 2
 _PIECE_BYTES = 1024 * 1024
 OPEN_PATHS = frozenset({"/health", "/ready"})
+TELL_REFUSED = "diptych.refused"  # of the application's state: whom to tell of what is refused before it
 LEFT = 499  # the status of a request whose client has gone, which nobody reads
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -100,11 +102,11 @@ class BoundedHeaders(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The headers are in: stop the clock, refuse too many bytes."""
-        self._in_headers = False
         self._stop_clock()
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > MAX_HEADER_BYTES:
             self._refuse()
             return
+        self._in_headers = False
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
@@ -157,15 +159,25 @@ class BoundedHeaders(HttpToolsProtocol):
         self._end_with(ApiError(400, "this is no HTTP request that can be read", code="invalid_http"))
 
     def _end_with(self, error: ApiError) -> None:
-        """Answer and close; only close where an answer has begun, as these bytes would become part of it."""
+        """Answer and close; only close where an answer has begun, as these bytes would become part of it.
+
+        No middleware sees it, so it is told here to whom the application named for it.
+        """
         if self.transport.is_closing():
             return
         if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
-            body = bytes(error_response(error).body)
-            head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json"
-            head += f"\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-            self.transport.write(head.encode() + body)
+            sent = (self.headers or ()) if self._in_headers else ()  # else they are those of a request before
+            answer = error_response(error)
+            head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
+            told = [*answer.raw_headers, (b"connection", b"close"), *id_headers("", sent)]
+            head += [name + b": " + value for name, value in told]
+            self.transport.write(b"\r\n".join([*head, b"", b""]) + bytes(answer.body))
+            self.app_state.get(TELL_REFUSED, _tell_nobody)(error.status)
         self.transport.close()
+
+
+def _tell_nobody(status: int) -> None:
+    pass
 
 
 class RequireKey:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Iterable
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,17 +28,27 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        sent = next((value.decode("latin-1") for name, value in scope["headers"] if name == HEADER), "")
-        names = (HEADER, b"request-id") if is_anthropic(scope["path"]) else (HEADER,)
-        own = scope[_SCOPE_KEY] = sent if _IS_SOUND.fullmatch(sent) else None
-        shown = (own or uuid.uuid4().hex).encode()
+        scope[_SCOPE_KEY] = _own_id(scope["headers"])
+        told = id_headers(scope["path"], scope["headers"])
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *((name, shown) for name in names)]
+                message["headers"] = [*message.get("headers", ()), *told]
             await send(message)
 
         await self._app(scope, receive, send_named)
+
+
+def id_headers(path: str, sent: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """What tells a request's id on its answer. sent: the client's headers, by their names in small letters."""
+    shown = (_own_id(sent) or uuid.uuid4().hex).encode()
+    names = (HEADER, b"request-id") if is_anthropic(path) else (HEADER,)
+    return [(name, shown) for name in names]
+
+
+def _own_id(sent: Iterable[tuple[bytes, bytes]]) -> str | None:
+    own = next((value.decode("latin-1") for name, value in sent if name == HEADER), "")
+    return own if _IS_SOUND.fullmatch(own) else None
 
 
 def request_id_of(request: Request) -> str | None:
