@@ -48,9 +48,11 @@ def chat_body(case: dict[str, Any]) -> dict[str, Any]:
     if "tools" in case:
         body |= {
             "tools": [{"type": "function", "function": TOOL}],
-            "tool_choice": "required",
+            "tool_choice": "auto" if "form" in case else "required",
             "parallel_tool_calls": False,
         }
+    if "form" in case:
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "sum", "schema": case["form"]}}
     return body
 
 
@@ -79,7 +81,10 @@ def responses_body(case: dict[str, Any]) -> dict[str, Any]:
     if "thinks" in case:
         body["reasoning"] = {"effort": "medium" if case["thinks"] else "none"}
     if "tools" in case:
-        body |= {"tools": [{"type": "function", **TOOL}], "tool_choice": "required", "parallel_tool_calls": False}
+        choice = "auto" if "form" in case else "required"
+        body |= {"tools": [{"type": "function", **TOOL}], "tool_choice": choice, "parallel_tool_calls": False}
+    if "form" in case:
+        body["text"] = {"format": {"type": "json_schema", "name": "sum", "schema": case["form"]}}
     return body
 
 
@@ -113,7 +118,10 @@ def messages_body(case: dict[str, Any]) -> dict[str, Any]:
         body["thinking"] = {"type": "enabled", "budget_tokens": 20} if case["thinks"] else {"type": "disabled"}
     if "tools" in case:
         tool = {"name": TOOL["name"], "description": TOOL["description"], "input_schema": SCHEMA}
-        body |= {"tools": [tool], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+        choice = "auto" if "form" in case else "any"
+        body |= {"tools": [tool], "tool_choice": {"type": choice, "disable_parallel_tool_use": True}}
+    if "form" in case:
+        body["output_config"] = {"format": {"type": "json_schema", "schema": case["form"]}}
     return body
 
 
@@ -162,12 +170,19 @@ PROTOCOLS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[..., Told]]] 
     "/v1/responses": (responses_body, read_responses),
     "/v1/messages": (messages_body, read_messages),
 }
+SUM = {"type": "object", "properties": {"sum": {"enum": [7, 12]}}, "required": ["sum"]}
 CASES = {
     "text": {"system": LONG, "ask": "What is the capital of Finland?", "limit": 30},
     "seeded": {"system": LONG, "ask": "Tell me a story.", "limit": 30, "extra": {"temperature": 1.3, "top_k": 40, "seed": 7}},
     "thinking": {"system": LONG, "ask": "What is 3 + 4?", "limit": 200, "thinks": True},
     "call": {"system": LONG, "ask": "What time is it in Rome?", "limit": 150, "tools": True},
     "thought over": {"system": LONG, "ask": "What is 3 + 4?", "limit": 300, "tools": True, "thinks": True, "starts": "<think>"},
+    "called before it answers as json": {
+        "system": LONG, "ask": "What time is it in Rome?", "limit": 150, "tools": True, "form": SUM, "starts": "<tool_call>"
+    },
+    "answered as json and not called": {
+        "system": LONG, "ask": "What is 3 + 4?", "limit": 60, "tools": True, "form": SUM, "starts": "{"
+    },
 }  # fmt: skip
 
 
@@ -211,7 +226,8 @@ def test_a_turn_is_the_same_through_every_protocol(http: httpx.Client, name: str
     assert {key: cold[key] for key in ("thought", "text", "calls")} == {
         key: hit[key] for key in ("thought", "text", "calls")
     }
-    assert bool(cold["calls"]) == ("tools" in case)
+    assert bool(cold["calls"]) == ("tools" in case and case.get("starts") != "{")
+    assert "form" not in case or bool(cold["calls"]) != (cold["text"] and json.loads(cold["text"]).keys() == {"sum"})
     assert bool(cold["thought"]) == bool(cold["reasoning"]) == bool(case.get("thinks"))
 
 

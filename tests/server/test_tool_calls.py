@@ -249,6 +249,24 @@ def test_of_allowed_tools_the_model_is_shown_no_others(served: Served, mode: Lit
         whole(served, **options)
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_beside_a_form_of_the_answer_calls_are_still_made_and_read(served: Served, seed: int) -> None:
+    """An answer in JSON is no call, also where calls are JSON, and a call is no answer."""
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "sum", "schema": tool("sum", sum={"enum": [7]})["function"]["parameters"]},
+    }
+    options = {"response_format": form, "parallel_tool_calls": False, "temperature": 1.0, "seed": seed}
+    choice = whole(served, **options)
+    for name, arguments in calls_of(choice):
+        schema = next(one["function"]["parameters"] for one in TOOLS if one["function"]["name"] == name)
+        jsonschema_rs.validate(schema, json.loads(arguments))
+    assert bool(calls_of(choice)) != (json.loads(choice.message.content or "0") == {"sum": 7})
+    assert streamed(served, **options)[:3] == (choice.message.content or "", calls_of(choice), choice.finish_reason)
+    answer = whole(served, **options, tool_choice="none")
+    assert json.loads(answer.message.content or "0") == {"sum": 7}
+
+
 def test_a_conversation_goes_on_behind_a_call(served: Served) -> None:
     """What the client got is what it sends back."""
     choice = whole(served, tool_choice="required", parallel_tool_calls=False)

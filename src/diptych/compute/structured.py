@@ -428,7 +428,7 @@ def _grammar_text(spec: StructuredSpec) -> Callable[[], str]:
         return _choice_grammar(source)
     if spec.kind == "json_schema":
         _check_bytes("json_schema", source, MAX_SCHEMA_BYTES)
-        schema = _json_schema(source)
+        schema = json.dumps(json_form(spec))
         return lambda: llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
     raise GrammarError(f"structured output kind is {spec.kind!r}; it must be one of {', '.join(KINDS)}")
 
@@ -486,17 +486,22 @@ def _choice_grammar(source: str) -> Callable[[], str]:
     return lambda: llguidance.LLMatcher.grammar_from_lark(lark)
 
 
-def _json_schema(source: str) -> str:
-    """`source`, checked to be a JSON object within the bounds, in the form that a grammar can hold."""
+def json_form(spec: StructuredSpec) -> dict[str, Any]:
+    """The schema of a `json_schema` or a `json_object`, in the form that a grammar can hold.
+
+    Raises GrammarError for what is no JSON object, or beyond what can be held.
+    """
+    if spec.kind == "json_object":
+        return {"type": "object"}
     try:
-        schema = json.loads(source)
+        schema = json.loads(spec.source)
     except RecursionError:
         raise GrammarError(f"json_schema is nested more than {MAX_SCHEMA_DEPTH} deep", param="json_schema") from None
     except ValueError as error:
         raise GrammarError(f"json_schema is not JSON: {error}", param="json_schema") from error
     if not isinstance(schema, dict):
         raise GrammarError(f"json_schema is a {type(schema).__name__}; it must be an object", param="json_schema")
-    return json.dumps(holdable(schema))
+    return holdable(schema)
 
 
 def _check_bytes(name: str, source: str, limit: int) -> None:

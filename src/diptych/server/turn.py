@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from diptych.engine.text.forced_calls import strict_calls_spec, tool_call_spec
+from diptych.engine.text.forced_calls import calls_or_json_spec, strict_calls_spec, tool_call_spec
 from diptych.engine.text.reasoning import Opening, opening_of_prompt
 from diptych.engine.text.template import RenderedPrompt
 from diptych.ground.events import Usage
@@ -156,11 +156,16 @@ class Turn:
         return Opening.BEHIND if self._request.continues and opening is Opening.FREE else opening
 
     def _constraint(self) -> StructuredSpec | None:
-        """The one constraint on the output: asked for as such, a forced call, or calls that must fit."""
+        """The one constraint on the output: asked for as such, a forced call, or calls that must fit.
+
+        JSON is asked of the answer; a model that may call a tool before it still may.
+        """
         spec, use = self._request.structured, self._request.tool_use
-        if not use.must_call and (spec is not None or not use.is_strict or self._request.continues):
+        is_json = spec is not None and spec.kind in ("json_schema", "json_object")
+        may_call = bool(use.tools) and (is_json or (spec is None and use.is_strict)) and not self._request.continues
+        if not use.must_call and not may_call:
             return spec
-        if spec is not None:
+        if use.must_call and spec is not None:
             raise ApiError(
                 400, "a forced tool_choice and another constraint on the output exclude each other", param="tool_choice"
             )
@@ -171,6 +176,8 @@ class Turn:
             "tag_ids": tokenizer.tags_in(form.literals),
             "stops": stops,
         }
+        if not use.must_call and spec is not None:
+            return calls_or_json_spec(use.tools, form, spec, **how)
         if not use.must_call:
             return strict_calls_spec(use.tools, form, **how)
         return tool_call_spec(use.tools, form, name=use.name, **how)

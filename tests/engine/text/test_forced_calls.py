@@ -21,9 +21,10 @@ from diptych.engine.text.call_form import (
     CallForm,
     Style,
 )
-from diptych.engine.text.forced_calls import strict_calls_spec, tool_call_spec
+from diptych.engine.text.forced_calls import calls_or_json_spec, strict_calls_spec, tool_call_spec
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.errors import GrammarError
+from diptych.ground.request import StructuredSpec
 from text.small_tokenizers import byte_level_json
 from text.whole_calls import parse_tool_calls
 
@@ -157,6 +158,61 @@ def test_strict_calls_fit_from_their_tag_on_and_text_is_free(tool_format, kind):
         for call in calls:
             assert json.loads(call.arguments)["city"] in ("Paris", "Rome")
     compiler.close()
+
+
+SUM = {"type": "object", "properties": {"sum": {"enum": [7, 12]}}, "required": ["sum"]}
+AS_JSON = StructuredSpec(kind="json_schema", source=json.dumps(SUM))
+
+
+@pytest.mark.parametrize("tool_format", FORMS)
+@pytest.mark.parametrize("kind", ["letters", "special"])
+def test_where_the_answer_must_be_json_a_model_may_still_call(tool_format, kind):
+    """It could not: the schema of the answer held from the first token on, so an agent with both never used its tools."""
+    tokenizer = with_tags(kind)
+    tag_ids = Tokenizer(tokenizer, {}, EOS).tags_in(tool_format.literals)
+    spec = calls_or_json_spec(TOOLS, tool_format, AS_JSON, tag_ids=tag_ids)
+    seen = set()
+    for seed in range(24):
+        content, calls = parse_tool_calls(
+            write(tokenizer, spec, seed=seed), tool_format, tool_names=["weather", "time"]
+        )
+        seen.add("calls" if calls else "answer")
+        if calls:
+            assert not content.strip()
+            assert {json.loads(call.arguments)["city"] for call in calls} <= {"Paris", "Rome"}
+        else:
+            assert json.loads(content)["sum"] in (7, 12)
+    assert seen == {"calls", "answer"}
+
+
+def test_what_is_neither_json_nor_a_call_is_not_written():
+    own = Tokenizer(with_tags("special"), {}, EOS)
+    compiler = GrammarCompiler(own, own.vocab_size)
+    any_object = StructuredSpec(kind="json_object", source="")
+    state = compiler.compile(
+        calls_or_json_spec(TOOLS, HERMES, any_object, tag_ids=own.tags_in(HERMES.literals))
+    ).begin()
+    begins = {own.token(int(token_id)) for token_id in np.flatnonzero(state.allowed())}
+    assert {"{", "<tool_call>"} <= begins
+    assert all(
+        re.match(r"\s*(\{|<tool_call>|$)", own.token_bytes(int(i)).decode()) for i in np.flatnonzero(state.allowed())
+    )
+    for token_id in own.encode('{"a": [1, "b"]}'):
+        assert state.allowed()[token_id]
+        state.advance(token_id)
+    assert state.is_accepting
+    compiler.close()
+
+
+def test_tools_beside_an_answer_of_json_are_held_as_far_as_they_can_be():
+    """One whose schema no grammar holds was offered beside such an answer before, and still is; a strict one is refused."""
+    odd = {"type": "function", "function": {"name": "odd", "parameters": {"type": "array", "uniqueItems": True}}}
+    assert calls_or_json_spec([TOOLS[0], odd], HERMES, AS_JSON, tag_ids={}).looser is not None
+    strict = {**odd, "function": {**odd["function"], "strict": True}}
+    with pytest.raises(GrammarError):
+        calls_or_json_spec([TOOLS[0], strict], HERMES, AS_JSON, tag_ids={})
+    with pytest.raises(GrammarError, match="json_schema is not JSON"):
+        calls_or_json_spec(TOOLS, HERMES, StructuredSpec(kind="json_schema", source="{"), tag_ids={})
 
 
 def test_strict_calls_need_a_token_that_begins_them():

@@ -14,6 +14,7 @@ from typing import Any
 
 from diptych.compute.json_schema import MAX_SCHEMA_BYTES, PATTERNS, holdable
 from diptych.compute.schema_parts import Alternatives, check_keywords, rooted
+from diptych.compute.structured import json_form
 from diptych.engine.text.argument_values import json_types_of
 from diptych.engine.text.call_form import COUNT, HOLES, ID, KEY, KIND, NAME, CallForm, Style
 from diptych.ground.errors import GrammarError, RequestError
@@ -100,6 +101,35 @@ def strict_calls_spec(
         # text spells no tag: the token that begins a call is where the grammar of calls begins
         return f"start: TEXT ({calls})?\n{rest}\nTEXT: /(?s:.*)/"
 
+    return _of_held_tools(tools, form, source)
+
+
+def calls_or_json_spec(
+    tools: Sequence[Mapping[str, Any]],
+    form: CallForm,
+    answer: StructuredSpec,
+    *,
+    is_parallel: bool = True,
+    tag_ids: Mapping[str, int],
+    stops: frozenset[str] = frozenset(),
+) -> StructuredSpec:
+    """The grammar for tool_choice "auto" where the answer must be JSON: that, or calls, which hold to their tools as with
+    `strict_calls_spec`. answer: a json_schema or a json_object. Raises GrammarError where it cannot be held.
+    """
+    schema = _json_rule(json_form(answer))
+
+    def source(tools: Sequence[Mapping[str, Any]]) -> str:
+        forced = tool_call_spec(tools, form, is_parallel=is_parallel, tag_ids=tag_ids, stops=stops)
+        start, rest = forced.source.split("\n", 1)
+        return f"{start} | answer\nanswer: {schema}\n{rest}"
+
+    return _of_held_tools(tools, form, source)
+
+
+def _of_held_tools(
+    tools: Sequence[Mapping[str, Any]], form: CallForm, source: Callable[[Sequence[Mapping[str, Any]]], str]
+) -> StructuredSpec:
+    """The grammar that `source` writes of tools, with each held to its schema where that is promised, or can be done."""
     loosened = [tool if _is_strict(tool) else _loosened(tool) for tool in tools]
     trial = _Grammar(form, {})  # one for all, as its bounds are those of all together
     pairs = zip(tools, loosened, strict=True)
@@ -177,8 +207,7 @@ class _Grammar:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """Any JSON of a schema, which is a root of its own, or its `$ref`s would point nowhere."""
-        whole = {**schema, "x-guidance": {"whitespace_pattern": _BLANKS}}
-        return self.rule(f"%json {json.dumps(whole, separators=(',', ':'))}")
+        return self.rule(_json_rule(schema))
 
     def call(self, function: Mapping[str, Any]) -> str:
         """The rule of a call of one function."""
@@ -301,6 +330,11 @@ class _Grammar:
     def _list(self, schema: Mapping[str, Any], *, depth: int) -> str:
         item = self.rule(self._value(schema["items"], depth=depth))
         return f'"[" ({item} ("," {item})*)? "]"'
+
+
+def _json_rule(schema: Mapping[str, Any]) -> str:
+    whole = {**schema, "x-guidance": {"whitespace_pattern": _BLANKS}}
+    return f"%json {json.dumps(whole, separators=(',', ':'))}"
 
 
 def _signs(schema: Mapping[str, Any]) -> list[str]:
