@@ -284,6 +284,7 @@ def test_errors_reach_anthropic_s_clients_as_their_exceptions(client: Anthropic,
     assert httpx.get(f"{server.url}/v1/messages").json()["type"] == "error"
     [model] = client.models.list()
     assert (model.id, model.lifecycle) == (MODEL, "active")
+    assert model.max_input_tokens == model.max_tokens == model.model_extra["max_model_len"] > 0
 
 
 def test_parts_make_blocks_in_their_order() -> None:

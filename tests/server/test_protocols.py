@@ -105,7 +105,7 @@ def read_responses(answer: httpx.Response, stream: bool) -> Told:
     usage = {
         "prompt_tokens": usage["input_tokens"], "completion_tokens": usage["output_tokens"],
         "total_tokens": usage["total_tokens"],
-        "prompt_tokens_details": {"cached_tokens": usage["input_tokens_details"]["cached_tokens"]},
+        "prompt_tokens_details": usage["input_tokens_details"],
         "completion_tokens_details": usage["output_tokens_details"],
     }  # fmt: skip
     return told | {"usage": usage, "timings": whole["timings"], "print": whole["system_fingerprint"]}
@@ -152,10 +152,12 @@ def read_messages(answer: httpx.Response, stream: bool) -> Told:
                     ]
             elif event["type"] == "message_delta":
                 usage, timings = event["usage"], event["timings"]
-    read, cached = usage["input_tokens"] + usage["cache_creation_input_tokens"], usage["cache_read_input_tokens"]
+    written, cached = usage["cache_creation_input_tokens"], usage["cache_read_input_tokens"]
+    read = usage["input_tokens"] + written
     usage = {
         "prompt_tokens": read + cached, "completion_tokens": usage["output_tokens"],
-        "total_tokens": read + cached + usage["output_tokens"], "prompt_tokens_details": {"cached_tokens": cached},
+        "total_tokens": read + cached + usage["output_tokens"],
+        "prompt_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
         "completion_tokens_details": {
             "reasoning_tokens": usage["output_tokens_details"]["thinking_tokens"],
             "accepted_prediction_tokens": timings.get("draft_n_accepted", 0),

@@ -83,11 +83,14 @@ class Accountant:
         prompt = sum(one.usage.prompt_tokens for one in accounts)
         accepted = sum(one.usage.accepted_tokens for one in accounts)
         output = sum(one.usage.output_tokens for one in accounts)
+        read = {"cached_tokens": sum(one.usage.cached_tokens for one in accounts)}
+        if all(one.request.pooling is None for one in accounts):
+            read["cache_write_tokens"] = sum(self.cache_written_tokens(one.usage) for one in accounts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": output,
             "total_tokens": prompt + output,
-            "prompt_tokens_details": {"cached_tokens": sum(one.usage.cached_tokens for one in accounts)},
+            "prompt_tokens_details": read,
             "completion_tokens_details": {
                 "reasoning_tokens": sum(one.reasoning_tokens for one in accounts),
                 "accepted_prediction_tokens": accepted,

@@ -415,6 +415,8 @@ def _add_models(app: FastAPI, state: ServerState) -> None:
             "display_name": name,
             "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
             "lifecycle": "active",
+            "max_input_tokens": state.model.max_context_tokens,
+            "max_tokens": state.model.max_context_tokens,
             "owned_by": "diptych",
             "root": state.engine.loaded.name,  # where clients look for the tokenizer
             "parent": None,

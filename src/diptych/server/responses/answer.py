@@ -256,7 +256,7 @@ class ResponsesAnswer(TurnShape):
         status = _STATUS.get(finish.reason, "incomplete")
         account, accountant = turn.account(), self._generation.accountant
         told: dict[str, Any] = {
-            "usage": self._usage(accountant.usage([account]), accountant.cache_written_tokens(account.usage)),
+            "usage": self._usage(accountant.usage([account])),
             "timings": accountant.timings([account]),
         }
         if status == "completed":
@@ -267,13 +267,10 @@ class ResponsesAnswer(TurnShape):
             told["dropped_items"] = self._n_dropped
         return self._resource(status, self._output.items) | told
 
-    def _usage(self, usage: dict[str, Any], written_tokens: int) -> dict[str, Any]:
+    def _usage(self, usage: dict[str, Any]) -> dict[str, Any]:
         return {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {
-                "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-                "cache_write_tokens": written_tokens,
-            },
+            "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
