@@ -25,6 +25,7 @@ from diptych.server.reader import message_dicts
 from diptych.server.responses import body as responses_body
 from diptych.server.responses.body import ResponsesBody
 from diptych.server.schema import ChatBody, CompletionBody
+from diptych.server.text_bodies import TokenizeBody
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
@@ -394,3 +395,45 @@ def test_a_prompt_of_wrong_ids_is_told_which(http: httpx.Client, prompt: list, s
     answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith(said)
+
+
+def test_the_routes_of_texts_make_the_prompt_that_a_chat_has(http: httpx.Client) -> None:
+    """They dropped `tool_choice`, `reasoning_effort` and `chat_template` without a word, and showed another prompt."""
+    tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("get_time", "get_weather")]
+    some = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_time"}}]}
+    for asked in (
+        {},
+        {"tools": tools},
+        {"tools": tools, "tool_choice": "none"},
+        {"tools": tools, "tool_choice": {"type": "allowed_tools", "allowed_tools": some}},
+        {"reasoning_effort": "high"},
+        {"reasoning_effort": "none", "verbosity": "medium"},
+        {"chat_template_kwargs": {"enable_thinking": True}},
+    ):
+        chat = http.post("/v1/chat/completions", json={**CHAT, **asked, "return_token_ids": True}).json()
+        for path in ("/tokenize", "/apply-template"):
+            shown = http.post(path, json={"messages": CHAT["messages"], **asked})
+            assert shown.json()["tokens"] == chat["prompt_token_ids"], (path, asked)
+    for path in ("/tokenize", "/apply-template"):
+        for name, value in (
+            ("chat_template", "x"), ("mm_processor_kwargs", {"a": 1}), ("verbosity", "low"), ("tool_choice", "required"),
+        ):  # fmt: skip
+            refused = http.post(path, json={"messages": CHAT["messages"], name: value})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, name), path
+        told = http.post(path, json={"messages": CHAT["messages"], "warmth": 1, "max_tokens": 3, "user": "a"})
+        assert told.headers["x-diptych-ignored"] == "warmth, max_tokens"
+    assert http.post("/detokenize", json={"tokens": [1], "warmth": 1}).headers["x-diptych-ignored"] == "warmth"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"content": "a", "chat_template_kwargs": {"b": 1}}, "chat_template_kwargs"),
+        ({**CHAT, "add_special_tokens": True}, "add_special_tokens"),
+    ],
+)
+def test_what_a_text_or_a_chat_alone_has_is_refused_with_the_other(fields: dict, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse(json.dumps(fields).encode(), TokenizeBody)
+    assert caught.value.param == param

@@ -36,7 +36,7 @@ from diptych.server.messages.routes import add_messages
 from diptych.server.metrics_export import exposition
 from diptych.server.openapi import body_of, install_openapi, responses
 from diptych.server.query import TellingRoute, page, several
-from diptych.server.reader import conversation_of, piece
+from diptych.server.reader import piece
 from diptych.server.recent import parse_changes, what_if_answer
 from diptych.server.request_id import RequestIds, id_headers
 from diptych.server.responses.routes import BODIES as RESPONSES_BODIES
@@ -238,9 +238,7 @@ def _add_text(app: FastAPI, state: ServerState) -> None:
         body = await state.bodies.read(request, TokenizeBody)
         state.generation.served(body.model)
         if body.messages is not None:
-            ids = (
-                await reader.render(lambda: conversation_of(body, tools=body.tools), limit_tokens=counted_tokens)
-            ).token_ids
+            ids = (await reader.chat(body, limit_tokens=counted_tokens)).token_ids
         elif body.parse_special is False:
             ids = await reader.plain_ids(body.text, limit_tokens=counted_tokens, add_special_tokens=body.adds_special)
         else:
@@ -273,9 +271,7 @@ def _add_text(app: FastAPI, state: ServerState) -> None:
         body = await state.bodies.read(request, TemplateBody)
         adapter = state.generation.served(body.model).adapter
         scope = body.cache_salt if adapter is None else (adapter.revision, body.cache_salt)
-        rendered = await reader.render(
-            lambda: conversation_of(body, tools=body.tools, documents=body.documents), limit_tokens=counted_tokens
-        )
+        rendered = await reader.chat(body, limit_tokens=counted_tokens)
 
         def hits(engine: Engine) -> int:
             return engine.core.prefix_match(rendered.token_ids, scope)

@@ -15,11 +15,10 @@ from diptych.server.answers import Fragments
 from diptych.server.errors import of_stream
 from diptych.server.generation import Generation, asked, sampling_params
 from diptych.server.logprobs import logprobs_json
-from diptych.server.reader import conversation_of, tool_dicts
+from diptych.server.reader import tool_dicts
 from diptych.server.schema import ChatBody
 from diptych.server.sse import DONE, error_event, event
 from diptych.server.structured import constraint_field, structured_spec
-from diptych.server.template_settings import effort_settings, verbosity_settings
 from diptych.server.tool_choice import chosen
 from diptych.server.turn import ToolUse, TurnRequest, TurnShape
 from diptych.server.turn_parts import ChoiceParts, Finish, Part, TextPart, ThinkingPart, TurnDelta
@@ -36,18 +35,13 @@ def turn_request(generation: Generation, body: ChatBody) -> TurnRequest:
             structured=structured,
         )
 
-    choice, offered = chosen(body.tool_choice), body.offered
-    source = generation.reader.template.source
-    variables = {**effort_settings(source, body.reasoning_effort), **verbosity_settings(source, body.verbosity)}
+    choice = chosen(body.tool_choice)
     max_tokens, limit_param = body.asked_tokens
     return TurnRequest(
-        render=lambda limit_tokens: generation.reader.render(
-            lambda: conversation_of(body, documents=body.documents, tools=offered, variables=variables),
-            limit_tokens=limit_tokens,
-        ),
+        render=lambda limit_tokens: generation.reader.chat(body, limit_tokens=limit_tokens),
         continues=bool(body.continue_final_message),
         tool_use=ToolUse(
-            tools=tool_dicts(offered) or (),
+            tools=tool_dicts(body.offered) or (),
             must_call=choice.must_call,
             name=choice.name,
             is_parallel=body.parallel_tool_calls is not False,

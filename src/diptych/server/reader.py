@@ -15,6 +15,7 @@ from diptych.ground.errors import TemplateError
 from diptych.server.door import Workers
 from diptych.server.prompts import Prompt
 from diptych.server.schema import ChatBody, Message, Tool
+from diptych.server.template_settings import effort_settings, verbosity_settings
 from diptych.server.text_bodies import TemplateBody, TokenizeBody
 
 logger = logging.getLogger("diptych.server")
@@ -69,22 +70,20 @@ class Conversation:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
-def conversation_of(
-    body: ChatBody | TokenizeBody | TemplateBody,
-    *,
-    tools: Sequence[Tool] | None = None,
-    documents: Sequence[Mapping[str, Any]] | None = None,
-    variables: Mapping[str, Any] | None = None,
-) -> Conversation:
-    """The conversation of a body with OpenAI's messages. variables: of the template, besides the body's own."""
+def conversation_of(body: ChatBody | TokenizeBody | TemplateBody, template_source: str) -> Conversation:
+    """The conversation of a body with OpenAI's messages. Raises ApiError 400 for a setting that the template does not read."""
     continues = bool(body.continue_final_message)
+    settings = {
+        **effort_settings(template_source, body.reasoning_effort),
+        **verbosity_settings(template_source, body.verbosity),
+    }
     return Conversation(
         messages=message_dicts(body.messages or ()),
-        tools=tool_dicts(tools),
-        documents=documents,
+        tools=tool_dicts(body.offered),
+        documents=body.documents,
         adds_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
         continues=continues,
-        variables={**(variables or {}), **(body.chat_template_kwargs or {})},
+        variables={**settings, **(body.chat_template_kwargs or {})},
     )
 
 
@@ -147,6 +146,10 @@ class Reader:
             limit_tokens=limit_tokens,
             reads_control_tokens=self._reads_control_tokens,
         )
+
+    async def chat(self, body: ChatBody | TokenizeBody | TemplateBody, *, limit_tokens: int) -> RenderedPrompt:
+        """The prompt of a body with OpenAI's messages. Raises as `render` and `conversation_of`."""
+        return await self.render(lambda: conversation_of(body, self.template.source), limit_tokens=limit_tokens)
 
     async def ids(self, prompts: Sequence[Prompt], *, limit_tokens: int, add_special_tokens: bool = True) -> list[Ids]:
         """Token ids of prompts; those that are ids already stay as they are."""

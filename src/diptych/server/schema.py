@@ -358,16 +358,13 @@ class PredictedOutput(Body):
         return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
-class RequestBody(Body):
-    """Fields that every route that computes has, in whichever protocol, and what becomes of those that no model reads."""
+class TellingBody(Body):
+    """The model that a body is meant for, and what becomes of fields that nothing reads."""
 
     # unknown fields are kept as far as `fields` has looked at them
     model_config = ConfigDict(extra="allow")
 
     model: Name | None = None
-    priority: Whole | None = Field(None, ge=-(2**31), le=2**31 - 1)
-    request_id: str | None = Field(None, pattern=REQUEST_ID_PATTERN)
-    cache_salt: CacheSalt = None
     _ignored: tuple[str, ...] = PrivateAttr(())
     # fields that this protocol knows and does not read: refused by name, or of no effect
     _refused: ClassVar[Mapping[str, Refusal]] = REFUSED
@@ -386,6 +383,14 @@ class RequestBody(Body):
             raise PydanticCustomError("refused", "{message}", {"message": error.message, "param": error.name}) from None
         self.__pydantic_extra__ = {}
         return self
+
+
+class RequestBody(TellingBody):
+    """Fields that every route that computes has, in whichever protocol."""
+
+    priority: Whole | None = Field(None, ge=-(2**31), le=2**31 - 1)
+    request_id: str | None = Field(None, pattern=REQUEST_ID_PATTERN)
+    cache_salt: CacheSalt = None
 
 
 class SamplingBody(RequestBody):
@@ -528,31 +533,20 @@ class CompletionBody(GenerationBody):
         return self
 
 
-class ChatBody(GenerationBody):
-    """`POST /v1/chat/completions`."""
+class ChatPrompt(Body):
+    """What makes the prompt of a chat, besides its messages."""
 
-    _refused: ClassVar[Mapping[str, Refusal]] = {**REFUSED, **OF_PROMPTS}
-
-    messages: Annotated[list[Message], StopAtFirst()] = Field(min_length=1, max_length=MAX_MESSAGES)
-    logprobs: bool | None = None
-    top_logprobs: Whole | None = bounded("logprobs")
     tools: Annotated[list[Tool], StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ChatToolChoice | None = None
-    parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    # of the prompt: the template writes BOS itself, and the prompt is no part of an answer
-    add_special_tokens: Literal[False] | None = None
-    echo: Literal[False] | None = None
     documents: Annotated[list[dict[str, Any]], StopAtFirst()] | None = Field(None, max_length=1024)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateVariables = None
 
     @model_validator(mode="after")
-    def _tools_agree(self) -> ChatBody:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise conflict("top_logprobs", "top_logprobs is set; it is only allowed when logprobs is true")
+    def _prompt_agrees(self) -> Self:
         chosen(self.tool_choice).check([tool.name for tool in self.tools or ()])
         if self.continue_final_message and self.add_generation_prompt:
             raise conflict(
@@ -565,3 +559,23 @@ class ChatBody(GenerationBody):
     def offered(self) -> list[Tool]:
         """The tools that the model is shown."""
         return chosen(self.tool_choice).of(self.tools or [])
+
+
+class ChatBody(ChatPrompt, GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    _refused: ClassVar[Mapping[str, Refusal]] = {**REFUSED, **OF_PROMPTS}
+
+    messages: Annotated[list[Message], StopAtFirst()] = Field(min_length=1, max_length=MAX_MESSAGES)
+    logprobs: bool | None = None
+    top_logprobs: Whole | None = bounded("logprobs")
+    parallel_tool_calls: bool | None = None
+    # of the prompt: the template writes BOS itself, and the prompt is no part of an answer
+    add_special_tokens: Literal[False] | None = None
+    echo: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _logprobs_agree(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise conflict("top_logprobs", "top_logprobs is set; it is only allowed when logprobs is true")
+        return self

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.config import JsonDict
 
-from diptych.server.bases import MAX_TOOLS, Body, StopAtFirst, conflict
-from diptych.server.schema import MAX_MESSAGES, CacheSalt, Message, Name, TemplateVariables, Tool, Whole
+from diptych.server.bases import StopAtFirst, conflict
+from diptych.server.schema import MAX_MESSAGES, CacheSalt, ChatPrompt, Message, TellingBody, Whole
 
 
 def _given(name: str, kind: str) -> JsonDict:
     return {"required": [name], "properties": {name: {"type": kind}}}
 
 
-class TokenizeBody(Body):
+class TokenizeBody(ChatPrompt, TellingBody):
     """`POST /tokenize`: a prompt (`content` in llama.cpp), or messages that go through the chat template first."""
 
     model_config = ConfigDict(
@@ -23,7 +23,6 @@ class TokenizeBody(Body):
             "oneOf": [_given("prompt", "string"), _given("content", "string"), _given("messages", "array")]
         }
     )
-    model: Name | None = None
     prompt: str | None = None
     content: str | None = None
     add_special: bool | None = None  # llama.cpp's, off unless asked for, as there
@@ -32,10 +31,6 @@ class TokenizeBody(Body):
     messages: Annotated[list[Message], StopAtFirst()] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    tools: Annotated[list[Tool], StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: TemplateVariables = None
 
     @model_validator(mode="after")
     def _one_input(self) -> TokenizeBody:
@@ -44,6 +39,12 @@ class TokenizeBody(Body):
         for name in ("add_special", "parse_special"):
             if getattr(self, name) is not None and self.content is None:
                 raise conflict(name, f"{name} is set; it is only allowed with content")
+        chats = next((name for name in ChatPrompt.model_fields if self.messages is None and getattr(self, name)), None)
+        if chats is not None:
+            raise conflict(chats, f"{chats} is set; it is only allowed with messages")
+        if self.messages is not None and self.add_special_tokens:
+            told = "add_special_tokens is true; with messages the template writes what stands before them"
+            raise conflict("add_special_tokens", told)
         return self
 
     @property
@@ -59,21 +60,14 @@ class TokenizeBody(Body):
         return self.add_special_tokens is not False
 
 
-class DetokenizeBody(Body):
+class DetokenizeBody(TellingBody):
     """`POST /detokenize`."""
 
-    model: Name | None = None
     tokens: Annotated[list[Annotated[Whole, Field(ge=0, lt=2**31)]], StopAtFirst()]
 
 
-class TemplateBody(Body):
+class TemplateBody(ChatPrompt, TellingBody):
     """`POST /apply-template`: what the template makes of messages, without generating; cache_salt: whose cache is asked."""
 
-    model: Name | None = None
     messages: Annotated[list[Message], StopAtFirst()] = Field(min_length=1, max_length=MAX_MESSAGES)
-    tools: Annotated[list[Tool], StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
-    documents: Annotated[list[dict[str, Any]], StopAtFirst()] | None = Field(None, max_length=1024)
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: TemplateVariables = None
     cache_salt: CacheSalt = None
