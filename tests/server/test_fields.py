@@ -132,6 +132,14 @@ WITHIN = [
     (MESSAGES, "OutputConfigParam", messages_body.OutputConfig),
     (MESSAGES, "ThinkingConfigEnabledParam", messages_body.ThinkingParam),
     (MESSAGES, "ToolChoiceToolParam", messages_body.ToolChoice),
+    (f"{MESSAGES}.beta", "BetaOutputConfigParam", messages_body.OutputConfig),
+    (f"{MESSAGES}.beta", "BetaThinkingConfigEnabledParam", messages_body.ThinkingParam),
+    (f"{MESSAGES}.beta", "BetaThinkingConfigAdaptiveParam", messages_body.ThinkingParam),
+    *(
+        (f"{MESSAGES}.beta", f"Beta{role}MessageParam", messages_body.MessageParam)
+        for role in ("User", "Assistant", "System")
+    ),
+    (f"{MESSAGES}.beta", "BetaToolParam", messages_body.ToolParam),
 ]
 
 
@@ -143,6 +151,7 @@ def test_every_field_within_a_body_is_known(module: str, name: str, ours: type[B
 
 
 ASK, CALL = {"role": "user", "content": "Hi"}, {"call_id": "1", "type": "function_call", "name": "f", "arguments": "{}"}
+MESSAGE = {"max_tokens": 1, "messages": [ASK]}
 ALLOWED = "tool_choice.allowed_tools"
 NOT_A_FUNCTION = {"allowed_tools": {"mode": "auto", "tools": [{"type": "custom", "custom": {"name": "f"}}]}}
 F = {"type": "function", "function": {"name": "f"}}
@@ -171,6 +180,22 @@ FUNCTION = {"type": "function", "name": "f", "parameters": {}}
         (ResponsesBody, {"input": "Hi", "reasoning": {"mode": "pro"}}, "reasoning.mode"),
         (ResponsesBody, {"input": "Hi", "reasoning": {"context": "all_turns"}}, "reasoning.context"),
         (ResponsesBody, {"input": "Hi", "prompt_cache_options": {"prewarm": True}}, "prompt_cache_options.prewarm"),
+        (MessagesBody, {**MESSAGE, "output_config": {"task_budget": {"total": 9}}}, "output_config.task_budget"),
+        (
+            MessagesBody,
+            {**MESSAGE, "thinking": {"type": "adaptive", "block_binding": {"a": 1}}},
+            "thinking.block_binding",
+        ),
+        (
+            MessagesBody,
+            {"max_tokens": 1, "messages": [{**ASK, "clear_at": "next_user_message"}]},
+            "messages[0].clear_at",
+        ),
+        (
+            MessagesBody,
+            {"max_tokens": 1, "messages": [{**ASK, "output_config": {"effort": "low"}}]},
+            "messages[0].output_config",
+        ),
         (
             MessagesBody,
             {"max_tokens": 1, "messages": [{"role": "assistant", "content": [{**USE, "caller": {"type": "code"}}]}]},

@@ -121,9 +121,14 @@ ContentBlock = Annotated[
 _BLOCKS = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use", "thinking"), "system": ("text",)}
 
 
-class MessageParam(Body):
-    """One turn."""
+Nothing = Annotated[dict[str, Any], Field(max_length=0)]  # of settings that nothing here has
 
+
+class MessageParam(Body):
+    """One turn, shown with every request that has it. output_config: there is one for all turns."""
+
+    clear_at: Literal["never"] | None = None
+    output_config: Nothing | None = None
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[ContentBlock], StopAtFirst()]
 
@@ -171,6 +176,7 @@ class ThinkingParam(Body):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Whole | None = Field(None, ge=1, le=BOUNDS["max_tokens"].high)
     display: Literal["summarized"] | None = None  # thinking comes as it was written
+    block_binding: Nothing | None = None  # thinking that is sent back is not checked
 
 
 class JsonFormat(Body):
@@ -185,6 +191,7 @@ class OutputConfig(Body):
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: JsonFormat | None = None
+    task_budget: None = None  # nothing counts the tokens of several requests
 
 
 class MessagesCountBody(SamplingBody):
