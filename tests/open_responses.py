@@ -53,8 +53,9 @@ EVENTS: dict[str, Shape] = {
     "response.content_part.done": _PART | {"part": (dict,)},
     "response.output_text.delta": _PART | {"delta": (str,), "logprobs": (list,)},
     "response.output_text.done": _PART | {"text": (str,), "logprobs": (list,)},
-    "response.reasoning.delta": _PART | {"delta": (str,)},
-    "response.reasoning.done": _PART | {"text": (str,)},
+    # by the names that OpenAI's clients know: the specification writes response.reasoning.delta and .done
+    "response.reasoning_text.delta": _PART | {"delta": (str,)},
+    "response.reasoning_text.done": _PART | {"text": (str,)},
     "response.function_call_arguments.delta": _AT | {"delta": (str,)},
     "response.function_call_arguments.done": _AT | {"arguments": (str,)},
     "error": _ALL | {"error": (dict,)},

@@ -63,6 +63,19 @@ def test_the_openai_package_reads_streams_and_parses(server: ServerProcess) -> N
     assert all(len(entry.top_logprobs) == 2 for entry in part.logprobs)
 
 
+def test_thinking_streams_by_the_names_that_the_openai_package_knows(server: ServerProcess) -> None:
+    """Of a name that it does not know the package makes some other event, whose fields are not there."""
+    ask = {"model": MODEL, "input": "What is 3 + 4?", "temperature": 0, "reasoning": {"effort": "medium"}}
+    with server.openai().responses.stream(**ask) as stream:
+        events = [event for event in stream if event.type.startswith("response.reasoning")]
+        (thought, _) = stream.get_final_response().output
+    assert {type(event).__name__ for event in events} == {
+        "ResponseReasoningTextDeltaEvent",
+        "ResponseReasoningTextDoneEvent",
+    }
+    assert "".join(event.delta for event in events[:-1]) == events[-1].text == thought.content[0].text
+
+
 def test_a_conversation_goes_on_from_a_stored_response(server: ServerProcess, http: httpx.Client) -> None:
     """The prompt is the one of the whole history, and its beginning is found in the cache."""
     client, extra = server.openai(), {"cache_salt": "previous"}
