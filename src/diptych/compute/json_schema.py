@@ -1,5 +1,6 @@
 """JSON schemas in the form that a grammar can hold: objects closed, formats as patterns, depth bounded, no word to people.
 
+`schema_numbers` has what is said of numbers.
 Standard library only: the grammars of tool calls are made of schemas too, in a room without tensors.
 
 >>> holdable({"type": "object", "properties": {"a": {"type": "integer"}}})["additionalProperties"]
@@ -8,19 +9,16 @@ False
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
+from diptych.compute.schema_numbers import check_multiples, check_numbers, narrowed
 from diptych.ground.errors import GrammarError
 
 MAX_SCHEMA_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 32
 MAX_INDEX_DIGITS = 10  # of an entry of a list, in a `$ref`: a text of thousands is no number to int()
-# a grammar has a state for each remainder, 10 us and 2 KB of them when it is compiled, and no limit of llguidance counts them
-MOST_REMAINDERS = 50_000
 
 # llguidance's own forms of these allow what validators refuse: second 60 at any time, a local part of any length, a label
 # with two hyphens in a row (reserved, RFC 5891).
@@ -79,6 +77,8 @@ def holdable(schema: Mapping[str, Any]) -> dict[str, Any]:
     check_depth(schema)
     check_multiples(schema)
     made: dict[str, Any] = _Closer(schema).closed(schema, "#", is_part=False)
+    made.pop("x-guidance", None)  # no keyword of JSON Schema, but by which the compiler would hold less than is asked
+    check_numbers(made)
     return made
 
 
@@ -94,48 +94,6 @@ def check_depth(schema: object) -> None:
         for node in level:
             inner += node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
         level = [child for child in inner if isinstance(child, dict | list)]
-
-
-def check_multiples(*schemas: object) -> None:
-    """Raise GrammarError for more than MOST_REMAINDERS of all `multipleOf` together."""
-    if sum({_n_remainders(schema) for schema in schemas}) > MOST_REMAINDERS:
-        raise GrammarError(
-            f"json_schema has numbers for multipleOf whose least common multiple, in units of their last digit, is above "
-            f"{MOST_REMAINDERS}, which a grammar cannot hold",
-            hint="leave multipleOf out, and round or refuse the number in the answer",
-            param="json_schema",
-        )
-
-
-def _n_remainders(schema: object) -> int:
-    """Of what a value is divided by: any two of a schema may meet in one value (allOf, $ref). Above 2^31 it may be more."""
-    # a digit's place (0.01) adds none
-    found = [(number, places) for number, places in _multiples(schema) if number > 1 or not places]
-    most = max((places for _, places in found), default=0)
-    common = 1
-    for number, places in found:
-        common = math.lcm(common, number * 10 ** (most - places))
-        if common > 2**31:
-            return common
-    digit = int(str(common).rstrip("0"))
-    return digit if digit < 10 else common  # zeros at the end are looked for at the end of a number
-
-
-def _multiples(schema: object) -> Iterator[tuple[int, int]]:
-    """Every number for multipleOf, as a whole one and how many of its digits are decimal places."""
-    waiting = [schema]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, list):
-            waiting += node
-        elif isinstance(node, dict):
-            waiting += node.values()
-            value = node.get("multipleOf")
-            if isinstance(value, float) and 0 < value < math.inf and not value.is_integer():
-                _, digits, exponent = Decimal(str(value)).as_tuple()
-                yield int("".join(map(str, digits))), -int(exponent)
-            elif isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
-                yield int(value), 0
 
 
 def _describes(schema: object) -> bool:
@@ -242,7 +200,7 @@ class _Closer:
         if "properties" in out and not is_part and not {"additionalProperties", "unevaluatedProperties"} & out.keys():
             out["additionalProperties"] = False
             out["properties"] = _with_required(out)
-        return _with_pattern(_without_unique(out))
+        return narrowed(_with_pattern(_without_unique(out)))
 
 
 def _escaped(key: str) -> str:

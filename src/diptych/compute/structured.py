@@ -33,7 +33,8 @@ import llguidance
 import numpy as np
 import tokenizers
 
-from diptych.compute.json_schema import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, check_multiples, holdable
+from diptych.compute.json_schema import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, holdable
+from diptych.compute.schema_numbers import check_multiples, check_numbers
 from diptych.ground.errors import GrammarError, InternalError, LoadError
 from diptych.ground.request import FreeReasoning, StructuredSpec
 
@@ -421,7 +422,9 @@ def _grammar_text(spec: StructuredSpec) -> Callable[[], str]:
         return lambda: llguidance.LLMatcher.grammar_from_regex(source)
     if spec.kind == "grammar":
         _check_bytes("grammar", source, MAX_SCHEMA_BYTES)
-        check_multiples(*_schemas_within(source))
+        within = list(_schemas_within(source))
+        check_multiples(*within)
+        check_numbers(*within)
         return lambda: _grammar_from_lark(source)
     if spec.kind == "choice":
         _check_bytes("choice", source, MAX_SCHEMA_BYTES)
