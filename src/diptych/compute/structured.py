@@ -34,6 +34,7 @@ import numpy as np
 import tokenizers
 
 from diptych.compute.json_schema import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, holdable
+from diptych.compute.lark_terminals import check_terminals
 from diptych.compute.schema_numbers import check_multiples, check_numbers
 from diptych.ground.errors import GrammarError, InternalError, LoadError
 from diptych.ground.request import FreeReasoning, StructuredSpec
@@ -463,9 +464,11 @@ def _grammar_from_lark(source: str) -> str:
     # llguidance looks for the line that a Lark grammar begins with by a search that is quadratic in empty lines
     source = re.sub(r"\n\s*\n", "\n\n", source)
     try:
-        return str(llguidance.grammar_from("grammar", source))
+        lark = str(llguidance.grammar_from("grammar", source))
     except ValueError as error:
         raise GrammarError(f"grammar cannot be read: {error}") from error
+    check_terminals(lark)  # rules of GBNF have become terminals
+    return lark
 
 
 def _schemas_within(lark: str) -> Iterator[Any]:

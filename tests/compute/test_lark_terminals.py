@@ -1,0 +1,63 @@
+"""Terminals that name others: what the compiler writes out without a limit is counted before."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from diptych.compute.lark_terminals import MOST_WRITTEN, check_terminals
+from diptych.compute.structured import _grammar_text
+from diptych.ground.errors import GrammarError
+from diptych.ground.request import StructuredSpec
+
+SPELLED = "_T-{a}.2 : (_T-{b} /[\n/) _T-{b} // T1"
+QUOTED = 'T{a}: "T{b} T{b}" | /T{b}T{b}/ # T{b} T{b}'
+
+
+def doubled(line: str, depth: int) -> str:
+    return "\n".join(line.format(a=i, b=i + 1) for i in range(depth))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f'start: T0\n{doubled("T{a}: T{b} T{b}", 40)}\nT40: "b"',
+        f'start: _T-0\n{doubled(SPELLED, 40)}\n_T-40: "b"',
+        f'T40: "b"\n{doubled("T{a}[lazy]: /[[]/ | T{b} T{b}", 40)}\nstart: T0',
+        f'root ::= a0\n{doubled("a{a} ::= a{b} a{b}", 40)}\na40 ::= "b"',
+    ],
+    ids=["terminals", "spelled otherwise", "upwards", "gbnf"],
+)
+def test_terminals_that_double_are_refused_before_they_are_compiled(source: str) -> None:
+    """33 of them, 400 bytes, would take the memory of any machine, and 22 with texts between took half a minute."""
+    with pytest.raises(GrammarError, match=str(MOST_WRITTEN)):
+        _grammar_text(StructuredSpec(kind="grammar", source=source))()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        f'start: T0\n{doubled("T{a}: T{b} T{b}", 12)}\nT12: "b"',
+        f'start: t0\n{doubled("t{a}: t{b} t{b}", 40)}\nt40: "b"',
+        f'start: T0\n{doubled("T{a}: T{b}", 2000)}\nT2000: "b"',
+        f"start: T0\n{doubled(QUOTED, 40)}",
+        "start: A\nA: B\nB: A A",
+        "start: A B\nA: C\n",
+        "",
+    ],
+    ids=["twelve", "rules", "a chain", "texts", "a circle", "unknown", "nothing"],
+)
+def test_others_are_left_to_the_compiler(source: str) -> None:
+    """What is small, what is not written out, and what is wrong otherwise."""
+    check_terminals(source)
+
+
+@pytest.mark.parametrize(
+    "part", [" ", "\t:", '"\\', "/\\", "a ", "A\n", "[\n", "a[\n", "_", "#", "a:\n", "T: T T\n", "\n!"]
+)
+def test_reading_terminals_takes_no_time(part: str) -> None:
+    """The interpreter does nothing else meanwhile."""
+    begin_s = time.process_time()
+    check_terminals(f"start: A{part * (65_536 // len(part))}")
+    assert time.process_time() - begin_s < 1.0
