@@ -210,6 +210,26 @@ def test_mooncake_trace_shares_the_blocks_of_equal_hashes(tmp_path):
             '{"timestamp": 1, "input_length": 4, "output_length": 2}\n[1, 2]\n',
             "m.jsonl line 2 .*no JSON object",
         ),
+        # numbers that were cut to whole ones, and cells that were passed over
+        (
+            "m.jsonl",
+            '{"timestamp": 1, "input_length": 4.7, "output_length": 2}',
+            "input_length is 4.7; it must be a whole",
+        ),
+        ("m.jsonl", '{"timestamp": 1, "input_length": 4, "output_length": true}', "output_length is True; it must be"),
+        ("m.jsonl", '{"timestamp": "1", "input_length": 4, "output_length": 2}', "timestamp is '1'; .* milliseconds"),
+        (
+            "m.jsonl",
+            '{"timestamp": 1, "input_length": 4, "output_length": 2, "hash_ids": "12"}',
+            "hash_ids is '12'; it",
+        ),
+        ("m.jsonl", '{"timestamp": 1, "input_length": 4, "output_length": 2, "hash_ids": [1.5]}', "hash id is 1.5; it"),
+        (
+            "a.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,4,2,7\n",
+            "a.csv line 2 .*1 more cells",
+        ),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1.5,1\n", "ContextTokens is '1.5'; it"),
     ],
 )
 def test_a_broken_trace_names_its_line(tmp_path, name, text, message):
@@ -224,6 +244,13 @@ def test_a_trace_may_begin_with_a_byte_order_mark(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"timestamp": 5, "input_length": 4, "output_length": 2, "hash_ids": null}', "utf-8-sig")
     assert [(item.at_s, item.prompt_tokens, item.prefix_ids) for item in open_trace(path)] == [(0.0, 4, ())]
+
+
+def test_a_trace_may_begin_with_empty_lines(tmp_path):
+    """They were passed over when lines were read, but the format was told by the first: JSON was no CSV."""
+    path = tmp_path / "m.jsonl"
+    path.write_text('\n\n{"timestamp": 5, "input_length": 4, "output_length": 2}\n')
+    assert [(item.at_s, item.prompt_tokens) for item in open_trace(path)] == [(0.0, 4)]
 
 
 def test_ticks_are_spread_until_the_next_one():

@@ -17,15 +17,15 @@ import csv
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from diptych.ground.bounds import Bound, shown
+from diptych.ground.bounds import Bound, real, shown, whole
 from diptych.ground.config import at_least
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import AdapterRef, Request, SamplingParams
@@ -235,7 +235,7 @@ def _is_mooncake(path: Path) -> bool:
 
 def _head(path: Path) -> str:
     with path.open(encoding="utf-8-sig") as file:
-        return file.readline().lstrip()
+        return next((line.lstrip() for line in file if line.strip()), "")
 
 
 def _entries(path: Path) -> Iterator[_Entry]:
@@ -274,12 +274,19 @@ def _azure_entries(path: Path) -> Iterator[_Entry]:
             raise ConfigError(words, hint=_FORMATS) from error
 
 
-def _azure_entry(row: dict[str, str]) -> _Entry:
+def _azure_entry(row: Mapping[str | Any, str | Any]) -> _Entry:
+    if any(more := row.get(None, ())):  # cells that no column has a name for
+        raise ValueError(f"it has {len(more)} more cells than the first line has columns")
     return _Entry(
         at_s=_timestamp_s(row["TIMESTAMP"]),
-        prompt_tokens=int(row["ContextTokens"]),
-        output_tokens=int(row["GeneratedTokens"]),
+        prompt_tokens=_cell(row, "ContextTokens"),
+        output_tokens=_cell(row, "GeneratedTokens"),
     )
+
+
+def _cell(row: Mapping[str | Any, str | Any], name: str) -> int:
+    text = row[name].strip()
+    return _whole(name, int(text) if text.isdecimal() and len(text) < 20 else text)
 
 
 def _mooncake_entries(path: Path) -> Iterator[_Entry]:
@@ -323,11 +330,32 @@ def _mooncake_entry(line: str) -> _Entry:
     if not isinstance(row, dict):
         raise ValueError("it is no JSON object")
     return _Entry(
-        at_s=float(row["timestamp"]) / 1000.0,
-        prompt_tokens=int(row["input_length"]),
-        output_tokens=int(row["output_length"]),
-        hash_ids=tuple(int(hash_id) for hash_id in row.get("hash_ids") or ()),
+        at_s=_milliseconds(row["timestamp"]) / 1000.0,
+        prompt_tokens=_whole("input_length", row["input_length"]),
+        output_tokens=_whole("output_length", row["output_length"]),
+        hash_ids=_hash_ids(row.get("hash_ids")),
     )
+
+
+def _whole(name: str, value: object) -> int:
+    """ValueError for what is no whole number: 12.7 tokens, or true, are of a damaged line."""
+    number = whole(value)
+    if number is None:
+        raise ValueError(f"its {name} is {shown(value)}; it must be a whole number")
+    return number
+
+
+def _milliseconds(value: object) -> float:
+    number = real(value)
+    if number is None:
+        raise ValueError(f"its timestamp is {shown(value)}; it must be a number of milliseconds")
+    return number
+
+
+def _hash_ids(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list | None):
+        raise ValueError(f"its hash_ids is {shown(value)}; it must be a list of whole numbers")
+    return tuple(_whole("hash id", one) for one in value or ())
 
 
 def _timestamp_s(text: str) -> float:
