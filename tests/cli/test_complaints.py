@@ -52,6 +52,16 @@ def test_a_closed_output_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.skipif(not FULL.is_char_device(), reason="no /dev/full here")
+@pytest.mark.parametrize("arguments", [("no-command",), ("plan", "no-model", "-d", "l40s"), ("embed", "--no")])
+@pytest.mark.parametrize("where", ["2>&-", "2>/dev/full"])
+def test_errors_that_nobody_can_read_stay_off_the_output(arguments: tuple[str, ...], where: str) -> None:
+    """Without a standard error they went to standard output, as if they were the answer; with a full one the code was 1."""
+    command = f"{sys.executable} -m diptych {' '.join(arguments)} {where}"
+    done = subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stdout) == (2, b"")
+
+
 @pytest.mark.parametrize(
     ("rest", "encoding", "out", "err"),
     [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from difflib import get_close_matches
 from io import TextIOWrapper
 from typing import NoReturn
@@ -78,6 +79,8 @@ def _ready_streams() -> None:
         sys.stdin = open(os.devnull)  # noqa: SIM115
     if sys.stdout is None:  # `diptych ... >&-`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:  # `diptych ... 2>&-`: print would take standard output for it
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":
@@ -101,7 +104,8 @@ def _run(arguments: list[str]) -> None:
 
 
 def _fail(message: str) -> NoReturn:
-    print(f"error: {message}", file=sys.stderr)
+    with suppress(OSError):  # where the error cannot be written either, the exit code still tells
+        print(f"error: {message}", file=sys.stderr)
     sys.exit(BAD_INPUT)
 
 
