@@ -25,7 +25,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from diptych.ground.bounds import Bound, real, shown, whole
+from diptych.ground.bounds import Bound, shown, whole
 from diptych.ground.config import at_least
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import AdapterRef, Request, SamplingParams
@@ -346,10 +346,9 @@ def _whole(name: str, value: object) -> int:
 
 
 def _milliseconds(value: object) -> float:
-    number = real(value)
-    if number is None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"its timestamp is {shown(value)}; it must be a number of milliseconds")
-    return number
+    return float(value)
 
 
 def _hash_ids(value: object) -> tuple[int, ...]:

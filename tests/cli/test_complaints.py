@@ -12,6 +12,7 @@ import pytest
 
 import started
 from diptych.cli.options import check_writable
+from diptych.ground.clock import sleep_s
 from started import Started
 
 FULL = Path("/dev/full")
@@ -162,6 +163,27 @@ def test_ctrl_c_in_the_lab_keeps_what_was_finished(tmp_path: Path) -> None:
     assert again.returncode == 0
     assert "1 of 2 results were found" in again.stderr
     assert (tmp_path / "decode-position.json").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="children are counted in /proc")
+@pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGINT])
+def test_processes_that_simulate_end_with_the_command(ends: signal.Signals) -> None:
+    """After SIGTERM they went on, and at last told of a broken pipe and of semaphores."""
+    load = ("simulate", "llama-3.1-8b", "-d", "l40s", "--rate", "9/s", "--requests", "200000", "--engines", "2")
+    command = [sys.executable, "-m", "diptych", *load, "--cells", "2", "--processes", "2"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while len(children.read_text().split()) < 3:  # two that simulate, and the tracker of their semaphores
+        assert process.poll() is None
+        sleep_s(0.05)
+    if ends == signal.SIGINT:
+        os.killpg(process.pid, ends)
+    else:
+        process.send_signal(ends)
+    out, err = process.communicate(timeout=60)  # until nobody holds the pipes
+    assert (process.returncode, out, err) == (128 + ends, "", "")
 
 
 def test_options_are_checked_before_standard_input_is_read() -> None:

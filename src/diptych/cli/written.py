@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
 
 from diptych.ground.errors import ConfigError, EngineError
 
 
 @contextmanager
 def errors_told() -> Iterator[None]:
-    """What is asked wrongly is said on standard error and ends the command with 2."""
+    """What is asked wrongly is said on standard error and ends the command with 2; SIGTERM ends all it started, too."""
+    before = signal.signal(signal.SIGTERM, _end)
     try:
         yield
         sys.stdout.flush()
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, _: FrameType | None) -> NoReturn:
+    # the usual way ends this process alone: those that simulate beside it went on, and then told of a broken pipe
+    sys.exit(128 + number)
 
 
 def written(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> dict[str, str]:

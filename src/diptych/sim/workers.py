@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -30,6 +31,12 @@ def _teach() -> None:
     ForkingPickler.register(MappingProxyType, _rebuilt)
 
 
+def _begin() -> None:
+    """In each process. Ctrl-C reaches all of a terminal's, and the one that asked ends the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _teach()
+
+
 def _rebuilt(table: MappingProxyType[object, object]) -> tuple[Callable[..., object], tuple[dict[object, object]]]:
     return _read_only, (dict(table),)
 
@@ -46,5 +53,5 @@ def workers(processes: int) -> Iterator[Mapped]:
         yield map
         return
     _teach()
-    with get_context("spawn").Pool(processes, initializer=_teach) as pool:
+    with get_context("spawn").Pool(processes, initializer=_begin) as pool:
         yield pool.imap
