@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -368,3 +369,14 @@ def test_impossible_options_are_refused(capsys: pytest.CaptureFixture[str], argu
     assert words in found
     assert found.startswith("error: ")
     assert "Traceback" not in found
+
+
+def test_numbers_are_whole_in_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 40 columns the table of latencies had rows and no numbers."""
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    app(["llama-3.1-8b", "-d", "l40s", "--rate", "3/s", "--requests", "3", "--prompt", "9", "--output", "4"])
+    row = next(line for line in capsys.readouterr().out.splitlines() if "end to end" in line)
+    assert len(re.findall(r"\d+(?:\.\d+)?", row)) == 6, row

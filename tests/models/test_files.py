@@ -112,3 +112,12 @@ def test_a_config_stands_for_the_folder_of_its_weights_and_alone_for_no_files(tm
     (tmp_path / "model.safetensors").touch()
     assert model_files(config) == tmp_path
     assert model_files(tmp_path / "other.json") is None
+
+
+def test_a_config_in_a_models_place_is_answered_with_its_folder(tmp_path: Path) -> None:
+    """`diptych plan` takes one, and other commands said only what a model is."""
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    with pytest.raises(LoadError) as refused:
+        model_dir(str(config))
+    assert refused.value.hint == f"give its folder, {tmp_path}"

@@ -13,6 +13,7 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 PIPED_COLUMNS = 120  # width of tables that go to a file or a pipe
+LEAST_COLUMNS = 80  # narrower tables break numbers apart, and at last show none
 WHOLE_NUMBER = 9  # characters of a cell that stays whole: a number with its unit
 WHOLE_UNIT = 11  # and what may stand beside it, such as an interval
 
@@ -24,9 +25,14 @@ class _Console(Console):
 
 
 def page() -> Console:
-    """Standard output, as wide as the terminal, where lines break between words; in a file or a pipe lines stay whole."""
-    is_read = sys.stdout.isatty()
-    return _Console(highlight=False, soft_wrap=not is_read, width=None if is_read else PIPED_COLUMNS)
+    """Standard output, as wide as the terminal, where lines break between words; in a file or a pipe lines stay whole.
+
+    So they do in a terminal that is narrower than our tables can be, which breaks them itself.
+    """
+    if not sys.stdout.isatty():
+        return _Console(highlight=False, soft_wrap=True, width=PIPED_COLUMNS)
+    columns = Console().width
+    return _Console(highlight=False, soft_wrap=columns < LEAST_COLUMNS, width=max(columns, LEAST_COLUMNS))
 
 
 class _PlainTable(Table):

@@ -129,5 +129,6 @@ def no_model(path: Path) -> LoadError:
     if path.is_dir():
         hint = "download config.json and the tokenizer's files too" if has_weights(path) else A_MODEL
         return LoadError(f"{path} holds no config.json and no GGUF file", hint=hint)
-    hint = f"give its folder, {path.parent}" if path.suffix == ".safetensors" else A_MODEL
+    is_part = path.suffix == ".safetensors" or path.name == "config.json"
+    hint = f"give its folder, {path.parent}" if is_part else A_MODEL
     return LoadError(f"{path} is a file that is no GGUF", hint=hint)
