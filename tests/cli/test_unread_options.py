@@ -74,3 +74,10 @@ def test_no_report_is_none_in_json_either() -> None:
     """`--json --quiet` measured the ceilings and printed the report."""
     told = CliRunner().invoke(generate.app, ["The", "--max-tokens", "2", "--json", "-q"])
     assert set(json.loads(told.stdout)) == {"choices", "usage", "timings"}
+
+
+def test_a_number_of_sequences_that_is_too_long_hears_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    """It "must be a number of sequences", which it was."""
+    with pytest.raises(SystemExit):
+        plan.app(["llama-3.1-8b", "-d", "l40s", "--batch", "99999999999"])
+    assert "of at most 10 digits" in capsys.readouterr().err

@@ -8,7 +8,17 @@ import pytest
 
 from diptych.cost.calibration import Residual
 from diptych.cost.setup import setup_of
-from diptych.cost.sizing import Ask, End, Judgement, judge, parse_ask, size, steady_state
+from diptych.cost.sizing import (
+    Ask,
+    End,
+    Judgement,
+    judge,
+    parse_ask,
+    parse_duration_s,
+    parse_rate,
+    size,
+    steady_state,
+)
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
 
@@ -136,3 +146,20 @@ def test_an_extrapolated_batch_is_named_as_unmeasured():
     """gpt-fast's rows are of one stream; an answer at many streams must say that it goes beyond them."""
     answer = size([setup_of("llama-3.1-8b", "a100-80gb-sxm")], ASK, prices={})
     assert any("go up to 1" in note for note in answer.unmeasured)
+
+
+@pytest.mark.parametrize("text", ["1e6/s", "0/s", "-3/s", "nan", "3/day", ""])
+def test_a_rate_that_is_none_is_answered_with_its_forms(text: str) -> None:
+    """1e6/s "must be a positive number", which it is; that an exponent is not read was not said."""
+    with pytest.raises(ConfigError, match=r"without an exponent: 3/s, 40/min or 900/h"):
+        parse_rate(text)
+    assert (parse_rate("3/s"), parse_rate("40/min"), parse_rate("900/h")) == (3.0, 40 / 60, 0.25)
+
+
+@pytest.mark.parametrize("text", ["1h", "5", "0ms", "-5ms", "nan", ""])
+def test_a_time_that_is_none_is_answered_with_its_units(text: str) -> None:
+    """1h "must be a positive time with its unit", which it is; which units are read was not said."""
+    with pytest.raises(ConfigError, match=r"with its unit \(us, ms, s or min\)"):
+        parse_duration_s(text, "think time")
+    times = [parse_duration_s(one, "think time") for one in ("250us", "5ms", "0.5s", "2min")]
+    assert times == pytest.approx([0.00025, 0.005, 0.5, 120.0])

@@ -182,7 +182,7 @@ def _batches(options: argparse.Namespace) -> list[int]:
     parts = _split(options.batch, "--batch")
     if not parts or not all(part.isascii() and part.isdigit() and len(part) <= 10 for part in parts):
         raise ConfigError(
-            f"--batch is {shown(options.batch)}; it must be a number of sequences, or several with commas"
+            f"--batch is {shown(options.batch)}; it must be a number of sequences of at most 10 digits, or several with commas"
         )
     return [int(part) for part in parts]
 

@@ -76,7 +76,7 @@ class Layout:
         if self.dp > 1 and moe is None:
             raise ConfigError(
                 f"{model.name} has no experts to share; attention-data parallel {self.dp} of it is as many copies",
-                hint="more engines: --engines",
+                hint="so many copies: `diptych simulate --engines`",
             )
         if self.pp > model.n_blocks:
             raise ConfigError(f"{model.name} has {model.n_blocks} layers; they cannot stand on {self.pp} stages")

@@ -149,7 +149,9 @@ def _duration_s(text: str, what: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s|min)", text)
     value = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if not 0.0 < value < math.inf:
-        raise ConfigError(f"{what} is {shown(text)}; it must be a positive time with its unit, such as 500ms or 0.5s")
+        raise ConfigError(
+            f"{what} is {shown(text)}; it must be a positive number with its unit (us, ms, s or min), such as 500ms"
+        )
     return value
 
 
@@ -158,7 +160,9 @@ def parse_rate(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(?:/(s|min|h))?", text)
     value = float(found[1]) / {"s": 1.0, "min": 60.0, "h": 3600.0}[found[2] or "s"] if found else 0.0
     if not 0.0 < value < math.inf:
-        raise ConfigError(f"rate is {shown(text)}; it must be a positive number of requests such as 3/s or 40/min")
+        raise ConfigError(
+            f"rate is {shown(text)}; it must be a positive number without an exponent: 3/s, 40/min or 900/h"
+        )
     return value
 
 
