@@ -24,7 +24,10 @@ Event = dict[str, Any]
 # kind of item -> (type of its part, names of the events that go on with it and end it)
 _PARTS = {
     "message": ("output_text", "response.output_text"),
-    "reasoning": ("reasoning_text", "response.reasoning_text"),  # of OpenAI's clients; Open Responses: response.reasoning
+    "reasoning": (
+        "reasoning_text",
+        "response.reasoning_text",
+    ),  # of OpenAI's clients; Open Responses: response.reasoning
 }
 
 
