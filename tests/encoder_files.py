@@ -43,6 +43,8 @@ KINDS: dict[str, Kind] = {
     "data2vec-text": Kind("Data2VecText", "unigram", {"type_vocab_size": 1}, POSITIONS + 2),
     "jina_embeddings_v3": Kind("JinaEmbeddingsV3", "unigram", {"type_vocab_size": 1}),
     "electra": Kind("Electra", "wordpiece", {"embedding_size": 64}),
+    "electra-small": Kind("Electra", "wordpiece", {"embedding_size": 24}),
+    "albert": Kind("Albert", "albert", {"embedding_size": 24}),
     "distilbert": Kind("DistilBert", "wordpiece", {"dim": 64, "n_layers": 3, "n_heads": 4, "hidden_dim": 96}),
     "mpnet": Kind("MPNet", "mpnet", {}, POSITIONS + 2),
     "nomic_bert": Kind("NomicBert", "wordpiece", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}}),
@@ -79,10 +81,27 @@ def unigram() -> Any:
     import transformers
 
     special = [(one, 0.0) for one in ("<s>", "<pad>", "</s>", "<unk>")]
+    return transformers.XLMRobertaTokenizer(vocab=[*special, *pieces(), ("<mask>", 0.0)])
+
+
+def pieces() -> list[tuple[str, float]]:
+    """Of texts, each with its score."""
     letters = [(f"{before}{one}", -3.0) for before in ("▁", "") for one in LETTERS]
     marks = [(one, -4.0) for one in (*string.ascii_uppercase, *string.digits, *".,?!;'", "▁")]
     words = [(f"▁{word}", -1.5) for word in WORDS if word.isalpha()]
-    return transformers.XLMRobertaTokenizer(vocab=[*special, *letters, *marks, *words, ("<mask>", 0.0)])
+    return [*letters, *marks, *words]
+
+
+def albert() -> Any:
+    """[CLS] text [SEP], the second text of a pair of type 1; in small letters, without accents.
+
+    The names of inputs are those of transformers 4, which such models were trained with: later ones leave types out.
+    """
+    import transformers
+
+    special = ("<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]")
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    return transformers.AlbertTokenizer(vocab=[*((one, 0.0) for one in special), *pieces()], model_input_names=inputs)
 
 
 def make_reference_encoder(kind: str, ending: str = "Model", **fields: Any) -> Any:
@@ -91,7 +110,7 @@ def make_reference_encoder(kind: str, ending: str = "Model", **fields: Any) -> A
 
     quiet()
     entry = KINDS[kind]
-    tok = {"wordpiece": wordpiece, "mpnet": mpnet, "unigram": unigram}[entry.tokenizer]()
+    tok = {"wordpiece": wordpiece, "mpnet": mpnet, "unigram": unigram, "albert": albert}[entry.tokenizer]()
     sizes = {} if kind == "distilbert" else SIZES
     asked = {**sizes, "vocab_size": len(tok), "max_position_embeddings": entry.positions, **entry.fields, **fields}
     config = getattr(transformers, f"{entry.name}Config")(pad_token_id=tok.pad_token_id, **asked)

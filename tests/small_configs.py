@@ -392,7 +392,8 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
         name: {**OF_ENCODERS, "pad_token_id": 1, "type_vocab_size": 1}
         for name in ("roberta", "xlm-roberta", "camembert", "data2vec-text")
     },
-    "electra": {**OF_ENCODERS, "embedding_size": 64},
+    "electra": {**OF_ENCODERS, "embedding_size": 24},
+    "albert": {**OF_ENCODERS, "embedding_size": 24},
     "mpnet": {**OF_ENCODERS, "pad_token_id": 1},
     "jina_embeddings_v3": {**OF_ENCODERS, "type_vocab_size": 1},
     "gte": {**OF_ENCODERS, "type_vocab_size": 0},
@@ -426,7 +427,7 @@ CLASS_NEEDS: dict[str, dict[str, Any]] = {
     "lfm3": {"layer_types": ["conv", "full_attention"] * 12},
     "cohere_compass_text": {"rope_parameters": KINDS},
     "qwen4_exp_text": {**{name: value for name, value in QWEN4.items() if name.startswith("indexer")}, "indexer_head_dim": 256},
-    "dbrx": {"attn_config": {"rope_theta": 1e4}}, "electra": {"embedding_size": 256},
+    "dbrx": {"attn_config": {"rope_theta": 1e4}},
     "nemotron": {"num_key_value_heads": 48}, "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128}, "glm4v_moe_text": {"head_dim": 128}, "ministral": {"head_dim": 128},

@@ -201,6 +201,20 @@ def test_shards_add_up_to_the_whole(name, tp):
     assert body == pytest.approx(ring_bytes(2 * model.n_layers * 4 * model.hidden * 2, tp))
 
 
+def test_words_are_projected_and_shared_layers_held_once() -> None:
+    """albert-base-v2 as published: 11.7M parameters with the head of its pooler, but the arithmetic of all twelve layers."""
+    config = {
+        "architectures": ["AlbertForMaskedLM"], "model_type": "albert", "embedding_size": 128, "hidden_size": 768,
+        "intermediate_size": 3072, "num_attention_heads": 12, "num_hidden_layers": 12, "vocab_size": 30_000,
+    }  # fmt: skip
+    model = read_model(HfConfig(config))
+    assert parameter_count(model) == 11_683_584 - 768 * 769
+    assert linear_parameter_count(model) == 12 * 12 * 768**2 + 128 * 768
+    cost = cost_of(model, StepShape.prefill(batch=1, new_tokens=100), quant=BF16, kv=KV)
+    assert cost.component("embedding").flops == 2 * 100 * 128 * 768
+    assert cost.component("mlp").flops == pytest.approx(12 * 2 * 100 * 2 * 768 * 3072)
+
+
 @pytest.mark.parametrize(("tp", "share"), [(2, 1 / 2), (4, 3 / 4), (8, 7 / 8)])
 def test_logits_are_gathered_from_all_devices(tp, share):
     """Each lacks what the others have, in 16 bits; they were charged as an all-reduce of one device's part."""

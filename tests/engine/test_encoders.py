@@ -25,6 +25,7 @@ from tests.thread_ranks import ThreadRanks
 
 from diptych.compute.ops import cpu_kernels
 from diptych.compute.ops.ranks import Ranks
+from diptych.cost.exchange import gathered
 from diptych.engine.llm import LLM
 from diptych.engine.phases import TwoPhase
 from diptych.ground.config import ComputeConfig, SchedulerConfig
@@ -47,6 +48,7 @@ LOGITS = {"activation_fn": "torch.nn.modules.linear.Identity"}
 AS_PUBLISHED = {
     "bert": ("mean", "Model"), "roberta": ("mean", "ForMaskedLM"), "xlm-roberta": ("cls", "Model"),
     "camembert": ("mean", "ForMaskedLM"), "electra": ("cls", "ForPreTraining"), "distilbert": ("mean", "ForMaskedLM"),
+    "electra-small": ("mean", "Model"), "albert": ("mean", "ForMaskedLM"),
     "data2vec-text": ("mean", "ForMaskedLM"), "jina_embeddings_v3": ("mean", "ForMaskedLM"),
     "mpnet": ("mean", "ForMaskedLM"), "nomic_bert": ("mean", "Model"), "gte": ("cls", "ForMaskedLM"),
     "eurobert": ("mean", "ForMaskedLM"),
@@ -110,7 +112,7 @@ def test_the_kernels_agree_with_sentence_transformers(encoders: dict[str, Path],
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "mpnet", "modernbert"])
+@pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "mpnet", "modernbert", "albert", "electra-small"])
 def test_neighbours_budgets_and_threads_change_no_bit(encoders: dict[str, Path], kind: str, backend: str) -> None:
     needs(backend)
     texts = [" ".join(TEXTS), *TEXTS, TEXTS[0]]
@@ -307,7 +309,8 @@ def test_a_list_of_pieces_is_all_that_a_tokenizer_needs(tmp_path: Path, kind: st
         ("bert", {"add_cross_attention": True}, "add_cross_attention"),
         ("roberta", {"pad_token_id": 0}, "pad_token_id"),
         ("roberta", {"max_position_embeddings": 2}, "max_position_embeddings"),
-        ("electra", {"embedding_size": 32}, "embedding_size"),
+        ("albert", {"num_hidden_groups": 3}, "num_hidden_groups"),
+        ("albert", {"inner_group_num": 2}, "inner_group_num"),
         ("mpnet", {"relative_attention_num_buckets": 64}, "relative_attention_num_buckets"),
         ("mpnet", {"relative_attention_max_distance": 64}, "relative_attention_max_distance"),
         ("nomic_bert", {"rotary_scaling_factor": 2}, "rotary_scaling_factor"),
@@ -410,7 +413,13 @@ def test_ranks_have_the_bits_of_one(
     one, ranked = (LLM(path, tp=ranks, threads=ranks, **settings) for ranks in (1, 2))
     assert ranked.score(QUERIES, TEXTS).scores == one.score(QUERIES, TEXTS).scores
     ranked.close()
-    for kind in ("xlm-roberta", "mpnet"):  # of which a rank has its heads' numbers of distances
+    for kind in (
+        "xlm-roberta",
+        "mpnet",
+        "albert",
+    ):  # a rank has its heads' numbers of distances, and projects some columns
         one, ranked = (LLM(encoders[kind], tp=ranks, threads=ranks, **settings) for ranks in (1, 2))
         assert (vectors(one, TEXTS) == vectors(ranked, TEXTS)).all()
+        model = ranked.loaded.model
+        assert model.program.n_meetings == gathered(model.spec, tp=2, weights=weights).meetings  # type: ignore[attr-defined]
         ranked.close()

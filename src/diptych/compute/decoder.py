@@ -47,7 +47,8 @@ def run_decoder(
         types=weights.types,
     )  # fmt: skip
     if weights.embedding_norm is not None:
-        x = ops.stream(ops.norm(x, weights.embedding_norm, eps=eps), 0, is_residual=True)
+        h = ops.norm(x, weights.embedding_norm, eps=eps)
+        x = ops.stream(h, 0, is_residual=True) if weights.words is None else ops.start(h, weights.words)
     if isinstance(spec.streams, StreamsSpec):
         x = run_streams(ops, spec, spec.streams, weights, x)
     elif isinstance(spec.streams, HyperSpec):

@@ -72,7 +72,7 @@ def load_decoder(
     """Every weight of the model as handles, piece by piece, so that a loader may report progress and free as it goes."""
     prefix, family = prefix_of(source, spec), family_named(spec)
     names = family.names
-    table = source.tensor(table_name(source, spec), spec.n_embeddings, spec.hidden)
+    table = source.tensor(table_name(source, spec), spec.n_embeddings, spec.row_width)
     role = Role(sites=(("head", spec.vocab_size),), split=Split.OUTPUTS)
     norm = final_norm(source, spec)
     output = table if spec.is_tied else source.tensor(head_name(source, spec), spec.vocab_size, spec.hidden)
@@ -84,22 +84,14 @@ def load_decoder(
     # the largest tensor comes first, while little else is held beside its pages in the file
     head = None if family.is_encoder else loader.head(output, bias=bias, role=role)
     embedding = loader.table(table, head=head if spec.is_tied else None)
-    positions = None
-    if spec.n_position_embeddings:
-        n, width = spec.n_position_embeddings, spec.hidden
-        is_made = spec.computes_positions
-        rows = SinesTensor(n, width) if is_made else source.tensor(f"{prefix}{names.positions}.weight", n, width)
-        positions = loader.table(rows, head=None)
-    types = None
-    if spec.n_token_types:
-        types = loader.table(source.tensor(f"{prefix}{names.types}.weight", spec.n_token_types, spec.hidden), head=None)
-    first = embedding_norm(source, spec) if spec.has_embedding_norm else None
+    beside = _tables_beside(source, loader, spec, prefix)
+    first = _first(source, loader, spec, prefix)
     inputs, (begin, end) = load_inputs(source, loader, spec, prefix), load_ends(source, loader, spec, prefix)
     layers = _layers(source, loader, spec, prefix)
     return DecoderWeights(
         embedding=embedding,
-        positions=positions,
-        types=types,
+        positions=beside.get("positions"),
+        types=beside.get("types"),
         layers=layers,
         norm=None if norm is None else loader.norm(norm, offset=spec.end_offset),
         head=head,
@@ -107,11 +99,48 @@ def load_decoder(
         begin=begin,
         end=end,
         connection=load_connection(source, loader, spec, prefix),
-        embedding_norm=None if first is None else loader.norm(first, is_read=False),
+        embedding_norm=None if first is None else first[0],
+        words=None if first is None else first[1],
         gated=load_gated_end(source, loader, spec, prefix),
         transform=_transform(source, loader, spec),
         ids=None if spec.ngrams is None else load_ids(loader, spec, spec.ngrams),
     )
+
+
+def _tables_beside(
+    source: Source, loader: Loader[Table, Vector, Linear, Heads, Experts], spec: ModelSpec, prefix: str
+) -> dict[str, Table]:
+    """Positions and types, rows of which are added to those of the embedding, in models that have them."""
+    names, width, n = family_named(spec).names, spec.row_width, spec.n_position_embeddings
+    found: dict[str, Table] = {}
+    if n:
+        is_made = spec.computes_positions
+        rows = SinesTensor(n, width) if is_made else source.tensor(f"{prefix}{names.positions}.weight", n, width)
+        found["positions"] = loader.table(rows, head=None)
+    if spec.n_token_types:
+        rows = source.tensor(f"{prefix}{names.types}.weight", spec.n_token_types, width)
+        found["types"] = loader.table(rows, head=None)
+    return found
+
+
+def _first(
+    source: Source, loader: Loader[Table, Vector, Linear, Heads, Experts], spec: ModelSpec, prefix: str
+) -> tuple[Vector, Linear | None] | None:
+    """The norm before the first layer, of models that have one, and what takes its numbers to the stream's width, if any."""
+    if not spec.has_embedding_norm:
+        return None
+    norm = embedding_norm(source, spec)
+    if not spec.word_width:
+        return loader.norm(norm, is_read=False), None
+    name = f"{prefix}{family_named(spec).names.words}"
+    parts = LinearParts(
+        weights=(source.tensor(f"{name}.weight", spec.hidden, spec.word_width),),
+        biases=(source.tensor(f"{name}.bias", spec.hidden),),
+    )
+    if loader.is_balancing:
+        norm, (parts,) = balance_norm(norm, (parts,), offset=0.0)
+    role = Role(sites=(("words", spec.hidden),), split=Split.OUTPUTS)
+    return loader.norm(norm), loader.linear(parts, role=role)
 
 
 def _layers(
@@ -123,6 +152,9 @@ def _layers(
         if layer.is_aside:
             of = None if layer.shares is None else made[layer.shares]
             made.append(AsideLoader(source, loader, spec, i, prefix).load_layer(of))
+        elif layer.shares is not None:  # all but what it keeps of a sequence
+            own = LayerLoader(source, loader, spec, i, prefix).heads_alone()
+            made.append(replace(made[layer.shares], attention=own))
         else:
             made.append(LayerLoader(source, loader, spec, i, prefix).load())
     return tuple(made)
@@ -248,6 +280,11 @@ class LayerLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         parts = {"attention": heads.handle, "qkv": heads.qkv, "o": heads.o, "gate": heads.gate}
         named = ("difference", "o_norm", "o_norms", "gates_normed", "has_index")
         return norm, {**parts, **{name: getattr(heads, name) for name in named}}
+
+    def heads_alone(self) -> Heads:
+        """What attention keeps of a sequence, of a layer that has the weights of another."""
+        first = LayerLoader(self.source, self.loader, self.spec, self.parts.shares or 0, self.of_model)
+        return self._heads(self.layer).attention(f"{first.prefix}{self.names.attention}.")
 
     def _heads(self, layer: int) -> HeadsLoader[Table, Vector, Linear, Heads, Experts]:
         return HeadsLoader(self.source, self.loader, self.spec, layer, self.of_model)

@@ -116,6 +116,7 @@ class DecoderWeights(Generic[Table, Vector, Linear, Heads, Experts]):
     end: tuple[Linear, ...] = ()
     connection: Connection[Vector] | None = None  # of the streams' end
     embedding_norm: Vector | None = None
+    words: Linear | None = None  # what takes the embedding, normed, to the stream's width
     gated: GatedConnection[Vector, Linear] | None = None  # likewise
     transform: tuple[Linear, Vector] | None = None  # between norm and head, the latter of what the first has bent
     ids: Heads | None = None  # of tokens, moved on as states are

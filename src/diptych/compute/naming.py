@@ -47,12 +47,13 @@ def head_name(source: Source, spec: ModelSpec) -> str:
     return next((one for one in around if source.has(one)), name)
 
 
-def norm_parts(source: Source, name: str, spec: ModelSpec) -> NormParts:
-    """A norm over the residual width."""
+def norm_parts(source: Source, name: str, spec: ModelSpec, width: int | None = None) -> NormParts:
+    """A norm over so many numbers; None: the residual width."""
+    width = width or spec.hidden
     is_old = spec.has_norm_weight and not source.has(f"{name}.weight") and source.has(f"{name}.gamma")  # of TensorFlow
     of_weight, of_bias = ("gamma", "beta") if is_old else ("weight", "bias")
-    weight = source.tensor(f"{name}.{of_weight}", spec.hidden) if spec.has_norm_weight else OnesTensor(spec.hidden)
-    bias = source.tensor(f"{name}.{of_bias}", spec.hidden) if spec.has_norm_bias else None
+    weight = source.tensor(f"{name}.{of_weight}", width) if spec.has_norm_weight else OnesTensor(width)
+    bias = source.tensor(f"{name}.{of_bias}", width) if spec.has_norm_bias else None
     return NormParts(weight=weight, bias=bias, is_centred=spec.centres_norms)
 
 
@@ -60,7 +61,8 @@ def embedding_norm(source: Source, spec: ModelSpec) -> NormParts:
     """The norm before the first layer, of a model that has one."""
     if not spec.has_embedding_norm_weight:
         return NormParts(weight=OnesTensor(spec.hidden))
-    return norm_parts(source, f"{prefix_of(source, spec)}{family_named(spec).names.embedding_norm}", spec)
+    name = f"{prefix_of(source, spec)}{family_named(spec).names.embedding_norm}"
+    return norm_parts(source, name, spec, spec.row_width)
 
 
 def final_norm(source: Source, spec: ModelSpec) -> NormParts | None:

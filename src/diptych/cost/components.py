@@ -26,6 +26,7 @@ from diptych.cost.streams import (
     stream_matrices,
     stream_vectors,
     table_width,
+    word_matrix,
 )
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
@@ -506,9 +507,17 @@ def _final_norm(sizes: _Sizes) -> Component:
 
 
 def _embedding(sizes: _Sizes) -> Component:
-    """A gather: only the rows of the step's tokens, listed as activations because they depend on N alone."""
-    width = sizes.model.hidden + table_width(sizes.model)
-    return Component(name="embedding", activation_bytes=sizes.n * width * sizes.quant.head_bytes)
+    """A gather: only the rows of the step's tokens, listed as activations because they depend on N alone; and what takes them
+    to the stream's width, if anything.
+    """
+    width, projected = sizes.model.row_width + table_width(sizes.model), word_matrix(sizes.model) / sizes.tp
+    written = sizes.model.hidden * sizes.a if projected else 0.0
+    return Component(
+        name="embedding",
+        flops=2.0 * sizes.n * projected,
+        weight_bytes=projected * sizes.w,
+        activation_bytes=sizes.n * (width * sizes.quant.head_bytes + written),
+    )
 
 
 def _streams(sizes: _Sizes) -> Component:

@@ -52,8 +52,8 @@ def gathered(model: ModelSpec, *, tp: int, weights: str = "bf16") -> Exchange:
         layers += [_weighed(layer, model.hidden * FP32) for layer in model.layers]
     # behind a layer its own embedding is projected and added to the stream, which is scaled
     behind = model.n_layers * (model.scales_layers + 2 * (model.layer_inputs is not None and not are_whole))
-    behind += model.has_embedding_norm  # whose rows' owners make it
-    width = sum(row_bytes for _, row_bytes in layers) + (behind + 1) * model.hidden * FP32
+    behind += model.has_embedding_norm  # whose rows' owners make it, or every rank what is projected then
+    width = sum(row_bytes for _, row_bytes in layers) + (behind * model.hidden + model.row_width) * FP32
     meetings = sum(meetings for meetings, _ in layers) + behind + 2
     return Exchange(meetings=meetings, row_bytes=gathered_bytes(width, tp))
 

@@ -120,7 +120,7 @@ def _held_bytes(model: ModelSpec, quant: QuantSpec) -> float:
     """With the embedding, which the engine keeps in 16 bits (32 for fp32). A tied one is the head itself where both have 16
     or 32 bits.
     """
-    table = model.n_embeddings * model.hidden
+    table = model.n_embeddings * model.row_width
     stored = weight_bytes_stored(model, quant)
     plain = 4.0 if quant.name == "fp32" else 2.0
     if model.is_tied:

@@ -18,6 +18,7 @@ from diptych.cost.streams import (
     stream_matrices,
     stream_vectors,
     table_width,
+    word_matrix,
 )
 from diptych.ground.specs import KVSpec, QuantSpec
 from diptych.models.gates import Activation
@@ -28,8 +29,10 @@ from diptych.models.spec import AttentionLayer, ModelSpec, QkNorm
 def parameters_by_component(model: ModelSpec) -> dict[str, int]:
     """Exact parameter count of each component over all layers."""
     counts = {
-        "embedding": (model.n_embeddings + _learned_positions(model) + model.n_token_types) * model.hidden
-        + _layer_table(model),
+        "embedding": (model.n_embeddings + _learned_positions(model) + model.n_token_types) * model.row_width
+        + _layer_table(model)
+        + word_matrix(model)
+        + model.hidden * (model.word_width > 0),
         "head": (0 if model.is_tied else model.vocab_size * model.hidden)
         + model.has_head_bias * model.vocab_size
         + model.transforms_head * model.hidden**2,
@@ -71,7 +74,8 @@ def parameter_count(model: ModelSpec) -> int:
 def active_parameter_count(model: ModelSpec) -> int:
     """Parameters one token is multiplied with: no input embedding (unless tied), only the routed experts."""
     counts = parameters_by_component(model)
-    active = sum(counts.values()) - counts["embedding"] + (model.vocab_size * model.hidden if model.is_tied else 0)
+    active = sum(counts.values()) - counts["embedding"] + word_matrix(model)
+    active += model.vocab_size * model.row_width if model.is_tied else 0
     if model.moe is None:
         return active
     return active - counts["experts"] + counts["experts"] * model.moe.experts_per_token // model.moe.n_scored
@@ -79,7 +83,7 @@ def active_parameter_count(model: ModelSpec) -> int:
 
 def linear_parameter_count(model: ModelSpec) -> int:
     """Matrix parameters one token meets but for the head (no norms, no biases): half the linear FLOPs/token."""
-    total = stream_matrices(model)
+    total = stream_matrices(model) + word_matrix(model)
     for layer, n in model.layer_groups:
         mlp = layer.mlp
         own = own_heads(model, layer.attention) + own_inner(model, layer)
@@ -257,7 +261,7 @@ def _moe(model: ModelSpec, moe: MoeSpec) -> dict[str, int]:
 def _norms(model: ModelSpec) -> int:
     per_norm = model.hidden * (model.has_norm_weight + model.has_norm_bias)
     has_first = model.has_embedding_norm and model.has_embedding_norm_weight
-    ends = per_norm * (has_first + end_norms(model))
+    ends = per_norm * end_norms(model) + has_first * per_norm // model.hidden * model.row_width
     held = [(layer, n) for layer, n in model.layer_groups if layer.shares is None]
     of_layers = sum(n * (layer.norms.count + own_norms(layer.mlp)) for layer, n in held)
     inner = sum(n * inner_width(model, layer) for layer, n in model.layer_groups)

@@ -85,6 +85,11 @@ def ngram_elements(model: ModelSpec) -> int:
     return sum(state.state_elements for state in model.states[model.n_layer_states :])
 
 
+def word_matrix(model: ModelSpec) -> int:
+    """Parameters of what takes a row of the embedding to the stream's width, without its bias."""
+    return model.word_width * model.hidden
+
+
 def end_norms(model: ModelSpec) -> int:
     """Norms behind the last layer: none where what joins streams norms them, two where one stands before the head."""
     has_none = isinstance(model.streams, GatedSpec) or not model.has_final_norm

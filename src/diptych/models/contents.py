@@ -38,7 +38,8 @@ from diptych.models.quantised_hqq import tag_of
 PARTS: tuple[tuple[str, str], ...] = (
     ("embed_tokens_extend", "other"), (".lora_", "other"), ("vision", "other"), ("multi_modal", "other"), ("nextn", "other"),
     ("mtp.", "other"), ("rope_f", "positions"), ("rotary_emb", "positions"), ("LayerNorm.", "norms"), ("emb_ln.", "norms"),
-    ("embed_tokens", "embedding"), ("embeddings.", "embedding"), ("backbone.embedding.", "embedding"),
+    ("embed_tokens", "embedding"), ("embeddings.", "embedding"), ("embeddings_project.", "embedding"),
+    ("embedding_hidden_mapping_in.", "embedding"), ("backbone.embedding.", "embedding"),
     ("token_embd", "embedding"), ("wte", "embedding"),
     ("tokens_embed", "embedding"), ("positions_embed", "embedding"), ("embed_in", "embedding"), ("embed_out", "head"),
     ("lm_head", "head"), ("decoder.bias", "head"), ("norm_attn_norm.attn.", "attention"), ("ffn.router.", "router"),
@@ -55,7 +56,7 @@ PARTS: tuple[tuple[str, str], ...] = (
     ("ln_1.", "norms"), ("ln_2.", "norms"), ("ln_f.", "norms"), ("embed.weight", "embedding"), ("head.", "head"),
     ("relative_attention_bias", "attention"), ("SelfAttention.", "attention"), ("DenseReluDense.", "mlp"),
     ("shared.", "embedding"), ("intermediate.dense.", "mlp"), ("output.dense.", "mlp"), ("pooler.", "head"),
-    ("classifier.", "head"), ("dense.", "head"),
+    ("classifier.", "head"), ("dense.", "head"), ("predictions.", "head"),
 )  # fmt: skip
 ORDER = ("embedding", "head", "attention", "states", "mlp", "router", "experts", "norms", "positions", "other")
 EXPONENTS = "|exponents"  # behind such a name: by what channels were balanced, which is no parameter

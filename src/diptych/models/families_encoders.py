@@ -79,15 +79,35 @@ ENCODERS: tuple[Family, ...] = (
         **AROUND_SUMS,
         **ALL_BIASES,
     ),
-    # the smaller one has words of another width, which are projected
+    # of the small ones words have another width, and are projected
     Family(
         name="electra", architectures=_kinds("Electra", "ForPreTraining", "ForCausalLM"),
         keys={**BERT, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024,
               "word_embed_proj_dim": 128},
         classifier=(HeadLayer("classifier.dense", Activation.GELU), HeadLayer("classifier.out_proj")),
-        names=TensorNames(**NAMES_OF_BERT),
+        names=TensorNames(words="embeddings_project", **NAMES_OF_BERT),
         prefixes=("electra.",),
         **{**LIKE_BERT, "renamed": {**LAYER_NORM_EPS, "embedding_size": "word_embed_proj_dim"}},
+    ),
+    # one layer again and again, over words that are narrower than it and projected
+    Family(
+        name="albert", architectures=_kinds("Albert", "ForPreTraining"),
+        keys={**BERT, "vocab_size": 30_000, "hidden_size": 4096, "num_attention_heads": 64, "intermediate_size": 16_384,
+              "hidden_act": "gelu_new", "word_embed_proj_dim": 128},
+        unread=("down_scale_factor", "gap_size", "net_structure_type", "num_memory_blocks"),
+        classifier=(HeadLayer("pooler", Activation.TANH), HeadLayer("classifier")),
+        names=TensorNames(words="encoder.embedding_hidden_mapping_in", **{
+            **NAMES_OF_BERT, "layers": "encoder.albert_layer_groups", "attention": "albert_layers.0.attention",
+            "qkv": ("query", "key", "value"), "o": "dense", "mlp": ("albert_layers.0.",), "gate_up": ("ffn",),
+            "down": "ffn_output",
+            "norms": {Norms.SUMS: (None, "albert_layers.0.attention.LayerNorm", None,
+                                   "albert_layers.0.full_layer_layer_norm")}}),
+        prefixes=("albert.",),
+        projects_words=True,
+        shares_layers=True,
+        **{**LIKE_BERT, "renamed": {**LAYER_NORM_EPS, "embedding_size": "word_embed_proj_dim"},
+           "fixed": {**LIKE_BERT["fixed"], "num_hidden_groups": (1,), "inner_group_num": (1,)},
+           "ignored": (*LIKE_BERT["ignored"], "predictions.", "sop_classifier.")},
     ),
     # one kind of text alone
     Family(

@@ -56,6 +56,7 @@ class TensorNames:
     up_first: in the projection that is stacked, up's rows come before gate's.
     embedding, embedding_norm, positions, types, distances, final_norm, layers, head: at the ends, behind a prefix.
     embedding_ending: what is there in place of '.weight'. transform: what stands before the head, a projection and a norm.
+    words: what takes rows of the embedding to the stream's width, of families that may have others.
     mlp: where the MLP may be found, tried in order. expert: gate (if any), up and down of one expert, where they are separate;
     stacked: of all experts in one tensor each, is_transposed: as [inputs, outputs] (None: in some files), takes_turns: rows of
     gate and up in turn, is_flat: below each other in one matrix each, down as [inputs, outputs].
@@ -90,6 +91,7 @@ class TensorNames:
     layers: str = "layers"
     head: str = "lm_head"
     transform: tuple[str, str] | None = None
+    words: str | None = None
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     qkv_by_head: bool = False
@@ -185,7 +187,8 @@ class Family:
     positions, and how many come first; counts_offset: max_position_embeddings counts those, too; computes_positions: sines and
     cosines in their place. has_last_bias: o has a bias in the last layer.
     is_encoder: each token attends to all others, and no head writes tokens. classifier: the layers that make a score of a
-    state. types_may_lack: type_vocab_size may be 0. down_bias: as `MlpSpec.has_down_bias`.
+    state. projects_words: rows of the embedding are projected whatever their width. shares_layers: all layers have the weights
+    of the first. types_may_lack: type_vocab_size may be 0. down_bias: as `MlpSpec.has_down_bias`.
     norms_unturned: heads are normed without a weight where they know no positions, too.
     parallel_key: the key that says whether a layer norms by `parallel_norms`: attention and MLP side by side, or behind each.
     scores: or the key that says it. has_head_bias: the output projection has one. has_sinks: or the keys that say it, of layers
@@ -243,6 +246,8 @@ class Family:
     has_norm_bias: bool | str = False
     has_embedding_norm: bool = False
     has_embedding_norm_weight: bool = True
+    projects_words: bool = False
+    shares_layers: bool = False
     has_scaled_embedding: bool | str = False
     qk_norm: QkNorm = QkNorm.NONE
     qk_norm_key: str | None = None

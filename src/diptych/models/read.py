@@ -119,7 +119,7 @@ def read_model(
         ropes = [replace(rope, is_interleaved=True) for rope in ropes]
     ropes = [replace(rope, turns_back=family.turns_back, is_learned=family.learns_turns) for rope in ropes]
     norm_eps, centres_norms = _norms(config, family)
-    hidden, (vocab_size, spare_embeddings) = embedding_width(config, family), words_of(config, family)
+    (hidden, word_width), (vocab_size, spare_embeddings) = embedding_width(config, family), words_of(config, family)
     return ModelSpec(
         name=name,
         family=family.name,
@@ -150,6 +150,7 @@ def read_model(
         has_final_norm=family.names.final_norm is not None,
         transforms_head=has_head and family.names.transform is not None,
         computes_positions=family.computes_positions,
+        word_width=word_width,
         n_position_embeddings=0 if family.positions_offset is None else limit + family.positions_offset,
         first_position=family.positions_offset or 0,
         n_token_types=config.integer("type_vocab_size", low=0 if family.types_may_lack else 1)
@@ -387,6 +388,8 @@ def _layers(
     if config.flag("scale_attn_by_inverse_layer_idx"):
         layers = [replace(one, attention=replace(one.attention, scale=one.attention.scale / (i + 1)))
                   for i, one in enumerate(layers)]  # fmt: skip
+    if family.shares_layers:
+        layers[1:] = [replace(layer, shares=0) for layer in layers[1:]]
     if family.has_last_bias:
         layers[-1] = replace(layers[-1], attention=replace(layers[-1].attention, has_o_bias=True))
     return with_entries(config, tuple(layers)) if "entry_layers" in family.keys else tuple(layers)

@@ -7,14 +7,16 @@ from diptych.models.config import HfConfig
 from diptych.models.family import Family
 
 
-def embedding_width(config: HfConfig, family: Family) -> int:
-    """Numbers of a row, which are the stream's. LoadError for a table of its own width."""
+def embedding_width(config: HfConfig, family: Family) -> tuple[int, int]:
+    """Numbers of the stream, and those of a row where they are projected to it, else 0. LoadError for a table of its own width
+    in a family that projects none.
+    """
     key, hidden = "word_embed_proj_dim", config.integer("hidden_size")
     words = config.integer(key, hidden)
-    if words != hidden:
+    if words != hidden and family.names.words is None:
         called = next((name for name, ours in family.renamed.items() if ours == key), key)
         raise LoadError(f"{called} in {config.path} is {words}; only hidden_size, {hidden}, is supported")
-    return hidden
+    return hidden, words if words != hidden or family.projects_words else 0
 
 
 def words_of(config: HfConfig, family: Family) -> tuple[int, int]:

@@ -251,6 +251,8 @@ class ModelSpec:
     drawn by; a model without one gives states (embeddings, scores) and no tokens. has_head_bias: that projection adds one.
     has_embedding_norm: of the stream before the first layer, has_embedding_norm_weight: by a weight as the others.
     has_final_norm: behind the last layer; transforms_head: what it gives is projected, bent by GELU, and normed once more.
+    word_width: of rows of the embedding, and of what is added to them, where a projection with a bias takes their norm to the
+    stream's width; 0: they have it.
     n_position_embeddings: rows of a learned table of positions, which is added to the embedding; the first `first_position` of
     them stand for none. n_token_types: rows of a table of which one is added to each token, by which text of a pair it is of,
     0: there is none. computes_positions: they are sines and cosines, which no checkpoint has. low_rank: of a branch beside
@@ -291,6 +293,7 @@ class ModelSpec:
     has_final_norm: bool = True
     transforms_head: bool = False
     computes_positions: bool = False
+    word_width: int = 0
     n_position_embeddings: int = 0
     first_position: int = 0
     n_token_types: int = 0
@@ -378,6 +381,11 @@ class ModelSpec:
         """How many layers its checkpoints number."""
         last = max((max(attention, mlp or 0) for attention, mlp in self.blocks), default=self.n_layers - 1)
         return 1 + max(last, *self.left_out, 0)
+
+    @property
+    def row_width(self) -> int:
+        """Of the embedding."""
+        return self.word_width or self.hidden
 
     @property
     def n_embeddings(self) -> int:

@@ -70,8 +70,8 @@ class CpuOps(
     def start(self, h: Given, weight: LinearHandle) -> ResidualStream:
         """A projection into a stream's buffer."""
         h = self._as_value(h)
-        x = ResidualStream(self._f32("start", weight.n_outputs), weight.n_outputs)
-        self.program.linear(category=CATEGORIES[h.kind], weight=weight.index, rows=self._rows(h, weight), out=x.buffer)
+        x = ResidualStream(self._f32("start", weight.n_outputs, weight.is_gathered), weight.n_outputs)
+        self._linear_into(h, weight, CATEGORIES[h.kind], x.buffer)
         return x
 
     def norm(self, x: Given, weight: VectorHandle, *, eps: float, parts: int = 1) -> Value:
