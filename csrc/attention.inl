@@ -406,7 +406,9 @@ DIPTYCH_INLINE void run_tile(const AttentionCall& call, const TaskRows& rows, co
       const float scale = tile.is_whole ? call.shape.scale * scratch.query_scales[r0 + r] : call.shape.scale;
       float* scores = scratch.scores + r * kTileTokens;
       units[r] = (is_bent ? 1.0f : scale) * kLog2e;
-      if (is_bent) bend_scores(call.shape, scores, seen, rows.head + (r0 + r) % rows.group, positions[r] - tile.start, scale);
+      const int64_t head = rows.head + (r0 + r) % rows.group, ahead = positions[r] - tile.start;
+      if (call.shape.n_places != 0) relate_scores(call, scores, seen, rows.token + (r0 + r) / rows.group, head, ahead, hi, scale);
+      else if (is_bent) bend_scores(call.shape, scores, seen, head, ahead, scale);
       lanes[r] = hide_and_max(scores, seen, lo, hi);
       // a bound by the keys that the row sees, whoever stands beside it
       if (tile.is_whole) value_units[r] = lo <= 0 && hi >= kTileTokens ? tile.most_value_scale : most_scale(tile.value_scales, lo, hi);

@@ -2,7 +2,7 @@
 // bend none: a row of theirs asks once.
 
 DIPTYCH_INLINE bool bends_scores(const AttentionShape& shape) {
-  return shape.has_softcap || shape.slopes != nullptr || shape.distances != nullptr;
+  return shape.has_softcap || shape.slopes != nullptr || shape.distances != nullptr || shape.n_places != 0;
 }
 
 DIPTYCH_INLINE void cap_scores(float* scores, const Span& seen, float softcap, float scale) {
@@ -28,6 +28,25 @@ DIPTYCH_INLINE void raise_scores(float* scores, const Span& seen, const float* n
     const int64_t distance = g * 16 - ahead;  // of the group's first key
     const int64_t near = distance < -reach - 16 ? -reach - 16 : distance > reach ? reach : distance;
     store(scores + g * 16, fma(load(scores + g * 16), set1(scale), load(numbers + near + reach + 16)));
+  }
+}
+
+// Scores gain what the query and the key each say of the distance between them (DeBERTa). The query is the step's token `token`, `ahead`
+// positions behind the tile's first key; its sequence is in the step whole, token behind token, `end` of them from the tile's first on.
+static __attribute__((noinline)) void relate_scores(const AttentionCall& call, float* scores, const Span& seen, int64_t token, int64_t head,
+                                                    int64_t ahead, int64_t end, float scale) {
+  const AttentionShape& shape = call.shape;
+  const int64_t stride = shape.n_heads * shape.n_places, reach = shape.reach;
+  const float* of_query = call.of_queries + token * stride + head * shape.n_places;
+  const float* of_keys = call.of_keys + (token - ahead) * stride + head * shape.n_places;
+  for (int64_t g = seen.first; g < seen.end; ++g) {
+    alignas(64) float gained[16] = {};
+    for (int64_t key = g * 16; key < g * 16 + 16 && key < end; ++key) {
+      const int64_t distance = ahead - key, near = distance < -reach ? -reach : distance > reach ? reach : distance;
+      const int64_t place = static_cast<int64_t>(shape.places[near + reach]);
+      gained[key - g * 16] = of_query[place] + of_keys[key * stride + place];
+    }
+    store(scores + g * 16, fma(load(scores + g * 16), set1(scale), load(gained)));
   }
 }
 

@@ -171,6 +171,8 @@ struct AttentionShape {
   const float* slopes = nullptr;  // [H] what a score of each head loses for each position between query and key; null: nothing
   const float* distances = nullptr;  // [H, 2 reach + 32] what it gains by that distance, of -reach - 16 on (attention_bends.inl); null: nothing
   int64_t reach = 0;             // distances beyond it count as it does
+  const float* places = nullptr;  // [2 reach + 1] for each distance from a key to a query, from -reach on, one of so many places: what a score
+  int64_t n_places = 0;          // gains there the query and the key say, each for itself (AttentionCall::of_queries); 0: nothing
   bool is_chunked = false;       // a query sees the positions from the last multiple of `window` up to its own instead
   int64_t most = INT64_MAX;      // a query attends to so many positions at most, those of a choice; "positions" are then places in it
   int64_t block = 1;             // so many positions are chosen together, for each kv head others; of more than one the query's own is among them
@@ -229,6 +231,8 @@ struct AttentionCall {
   uint16_t* out_bf16 = nullptr;            // [T, stride] bf16, whichever is not null
   int64_t out_stride = 0;
   float* partials = nullptr;
+  const float* of_queries = nullptr;       // [T, H, n_places] what a query adds to its scores where a key lies at a place
+  const float* of_keys = nullptr;          // [T, H, n_places] and what a key adds to them; all that is seen is in the step
   const int32_t* choice = nullptr;         // [T, most] ascending positions of tokens that see more than so many; null: all are seen.
                                            // Of blocks: [T, K, most / block] ascending numbers of them; pooled: [T, most / block + 1],
                                            // the last that of what makes no whole one. Of a list: [T, most] ascending numbers of entries

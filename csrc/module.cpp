@@ -399,12 +399,14 @@ void bind_operations(nb::class_<Program>& program) {
          nb::arg("k_norm").none(), nb::arg("has_full_width_norm"), nb::arg("norm_eps"), nb::arg("row").none() = nb::none(),
          nb::arg("has_head_norms") = false, nb::arg("query_scale").none() = nb::none(), nb::arg("has_v_norm") = false, nb::arg("writes_kv") = true, nb::arg("has_v") = true,
          nb::arg("norms_turned") = false, nb::arg("v_scale") = 1.0f, nb::arg("has_norm_biases") = false)
-      .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int sinks, int64_t column, int choice, int slopes, int distances) {
-        AttentionOp op{q, out, layer, shape, sinks, column, choice, slopes, distances};
+      .def("attention", [](Program& p, int q, int out, int layer, const AttentionShape& shape, int sinks, int64_t column, int choice, int slopes, int distances,
+                          int of_queries, int of_keys, int places, int64_t n_places) {
+        AttentionOp op{q, out, layer, shape, sinks, column, choice, slopes, distances, of_queries, of_keys, places};
         if (distances != -1) op.shape.reach = reach_of(p.vector_size(distances), shape.n_heads);
+        if (places != -1) op.shape.reach = (p.vector_size(places) - 1) / 2, op.shape.n_places = n_places;
         p.record(Category::attention, op);
       }, nb::kw_only(), nb::arg("q"), nb::arg("out"), nb::arg("layer"), nb::arg("shape"), nb::arg("sinks") = -1, nb::arg("column") = 0, nb::arg("choice") = -1,
-         nb::arg("slopes") = -1, nb::arg("distances") = -1)
+         nb::arg("slopes") = -1, nb::arg("distances") = -1, nb::arg("of_queries") = -1, nb::arg("of_keys") = -1, nb::arg("places") = -1, nb::arg("n_places") = 0)
       .def("meet", [](Program& p, int out) { p.record(Category::attention, MeetOp{out}); })
       .def("heads", [](Program& p, std::vector<int> weights, int x, int64_t head_stride, int rows, int out, int64_t out_head_stride, const std::string& store,
                        int64_t column, int64_t first) {

@@ -328,6 +328,8 @@ void Program::record(Category category, OpBody body) {
   if (const auto* op = std::get_if<MoeOp>(&body)) multiplies_alone(op->router);
   int plan = 0;
   if (const auto* op = std::get_if<AttentionOp>(&body)) {
+    for (const int gained : {op->of_queries, op->of_keys})
+      if (op->places != -1 && buffers_.at(gained).width != op->shape.n_heads * op->shape.n_places) throw std::invalid_argument("scores gain a number for each head and place");
     auto same = [&](const AttentionShape& other) {  // what a plan is made of
       const AttentionShape& one = op->shape;
       return other.window == one.window && other.is_chunked == one.is_chunked && other.n_heads == one.n_heads && other.n_kv_heads == one.n_kv_heads &&
@@ -541,8 +543,11 @@ void Program::check(const Step& step, const KvCache& kv) const {
   const int64_t kv_layers = kv.shape().n_layers;  // other ranks may have no heads in the last of them
   require(n_layers_ == 0 || kv_layers == n_layers_ || (!is_rank_0() && kv_layers > n_layers_), "the KV cache has another number of layers");
   require(input_width_ == 0 || step.input != nullptr, "the program takes an input, and the step has none");
+  bool come_whole = true;
+  for (int64_t s = 0; s < step.n_sequences; ++s) come_whole = come_whole && step.context_tokens[s] == step.query_start[s + 1] - step.query_start[s];
   for (const Op& op : ops_)
     if (const auto* attention = std::get_if<AttentionOp>(&op.body)) {
+      require(attention->places == -1 || come_whole, "where scores are made of contents and distances, sequences must come whole");
       const KvShape& shape = kv.shape_of(attention->layer);
       const AttentionShape& wanted = attention->shape;
       require(has_latents_ != shape.has_values && wanted.head_dim == shape.head_dim && wanted.v_head_dim == shape.v_head_dim && wanted.n_kv_heads == shape.n_kv_heads,

@@ -106,8 +106,10 @@ struct AddOp { int y, x; int gate = -1; float scale = 1.0f; };  // x += scale * 
 struct PrepareOp { int x, rows; };                            // x: f32 or bf16
 struct LinearOp { int weight, rows, out; Store store; Activation activation; int64_t column; };  // outputs go to columns from there on
 struct RotateOp { int qkv, q, layer, rope, q_norm, k_norm; bool has_rope, has_q_norm, has_k_norm; RotateShape shape; };
-struct AttentionOp { int q, out, layer; AttentionShape shape; int sinks = -1; int64_t column = 0; int choice = -1; int slopes = -1; int distances = -1; };
-                                                              // sinks, slopes: vectors [H]; distances: [H, 2 reach + 32]; choice: what a ChooseOp has left; or -1
+struct AttentionOp { int q, out, layer; AttentionShape shape; int sinks = -1; int64_t column = 0; int choice = -1; int slopes = -1; int distances = -1;
+                     int of_queries = -1, of_keys = -1, places = -1; };
+                                                              // sinks, slopes: vectors [H]; distances: [H, 2 reach + 32]; choice: what a ChooseOp has left; or -1;
+                                                              // of_queries, of_keys: buffers [T, H n_places]; places: vector [2 reach + 1]
 constexpr int64_t kMostGroupBest = 4;
 // What a router's products become: a softmax over all experts, a sigmoid of each, or for each choice a softmax over those that are
 // left and lie within a margin of the best (sparsemixer, arXiv:2409.12136).

@@ -54,8 +54,9 @@ struct Names {
     if (op.has_k_norm) vectors({op.k_norm});
   }
   void operator()(const AttentionOp& op) const {
-    buffers({op.q, op.out}), optional_vector(op.sinks), optional_vector(op.slopes), optional_vector(op.distances);
+    buffers({op.q, op.out}), optional_vector(op.sinks), optional_vector(op.slopes), optional_vector(op.distances), optional_vector(op.places);
     if (op.choice != -1) buffers({op.choice});
+    if (op.places != -1) buffers({op.of_queries, op.of_keys});
   }
   void operator()(const MoeOp& op) const {
     buffers({op.router_rows, op.scores, op.rows, op.hidden_rows, op.expanded, op.out}), weights({op.router});

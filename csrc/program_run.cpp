@@ -195,6 +195,7 @@ void Program::Run::run(const AttentionOp& op, size_t index, int thread, int thre
   if (op.sinks != -1) call.shape.sinks = vector(op.sinks);
   if (op.slopes != -1) call.shape.slopes = vector(op.slopes);
   if (op.distances != -1) call.shape.distances = vector(op.distances);
+  if (op.places != -1) call.shape.places = vector(op.places), call.of_queries = buffer(op.of_queries).f32(), call.of_keys = buffer(op.of_keys).f32();
   call.kv = kv.layer(op.layer);
   call.q = reinterpret_cast<const uint16_t*>(buffer(op.q).data);
   call.positions = program.positions_.data();

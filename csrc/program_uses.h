@@ -25,6 +25,7 @@ struct Uses {
   void operator()(const AttentionOp& op) {
     reads = {op.q}, writes = {op.out};
     if (op.choice != -1) reads.push_back(op.choice);
+    if (op.places != -1) reads.push_back(op.of_queries), reads.push_back(op.of_keys);
   }
   void operator()(const MoeOp& op) {
     reads = {op.router_rows, op.rows}, writes = {op.scores, op.hidden_rows, op.expanded, op.out};

@@ -145,13 +145,15 @@ def judge(path: Path) -> Any:
         return CrossEncoder(str(path), device="cpu")
 
 
-def make_adapter(path: Path, base: Path, *, seed: int = 0) -> Path:
-    """An adapter of random numbers for every projection of the model in a folder, as peft saves it."""
+def make_adapter(path: Path, base: Path, *, seed: int = 0, only: str = "") -> Path:
+    """An adapter of random numbers for every projection of the model in a folder whose name has `only`, as peft saves it."""
     import peft
 
     quiet()
     model = oracle(base)[0].auto_model
-    config = peft.LoraConfig(task_type="FEATURE_EXTRACTION", target_modules=_projections(model), r=4, lora_alpha=6)
+    config = peft.LoraConfig(
+        task_type="FEATURE_EXTRACTION", target_modules=_projections(model, only), r=4, lora_alpha=6
+    )
     adapted = peft.get_peft_model(model, config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -162,10 +164,10 @@ def make_adapter(path: Path, base: Path, *, seed: int = 0) -> Path:
     return path
 
 
-def _projections(model: torch.nn.Module) -> list[str]:
+def _projections(model: torch.nn.Module, only: str) -> list[str]:
     """By the names that the class has for them."""
-    named = model.named_modules()
-    return [name for name, one in named if isinstance(one, torch.nn.Linear) and not name.startswith("pooler")]
+    named = [name for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and re.search(only, name)]
+    return [name for name in named if not name.startswith("pooler")]
 
 
 def adapted_oracle(path: Path, adapter: Path) -> Any:

@@ -35,6 +35,10 @@ class Kind:
 
 TURNS = {kind: {"rope_type": "default", "rope_theta": theta}
          for kind, theta in (("full_attention", 1e4), ("sliding_attention", 1e3))}  # fmt: skip
+RELATED = {
+    "relative_attention": True, "position_biased_input": False, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8,
+    "max_relative_positions": 40, "type_vocab_size": 0,
+}  # fmt: skip
 KINDS: dict[str, Kind] = {
     "bert": Kind("Bert", "wordpiece", {}),
     "roberta": Kind("Roberta", "unigram", {"type_vocab_size": 1}, POSITIONS + 2),
@@ -49,6 +53,9 @@ KINDS: dict[str, Kind] = {
     "mpnet": Kind("MPNet", "mpnet", {}, POSITIONS + 2),
     "nomic_bert": Kind("NomicBert", "wordpiece", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}}),
     "gte": Kind("Gte", "wordpiece", {"type_vocab_size": 2}),
+    # buckets of one distance each up to 4, of ever more up to 40, beyond which texts go on
+    "deberta-v2": Kind("DebertaV2", "deberta", {**RELATED, "share_att_key": True, "norm_rel_ebd": "layer_norm"}),
+    "deberta-v2-apart": Kind("DebertaV2", "deberta", RELATED),
     "eurobert": Kind("EuroBert", "wordpiece", {"num_key_value_heads": 2}),
     # two of three layers attend to some positions on either side
     "modernbert": Kind("ModernBert", "wordpiece", {"num_hidden_layers": 4, "local_attention": 12, "rope_parameters": TURNS}),
@@ -104,13 +111,24 @@ def albert() -> Any:
     return transformers.AlbertTokenizer(vocab=[*((one, 0.0) for one in special), *pieces()], model_input_names=inputs)
 
 
+def deberta() -> Any:
+    """[CLS] text [SEP]; the second text of a pair is of type 1, which such models have no row for."""
+    import transformers
+
+    special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+    vocab = [*((one, 0.0) for one in special), *pieces(), ("[MASK]", 0.0)]
+    return transformers.DebertaV2Tokenizer(vocab=vocab)
+
+
 def make_reference_encoder(kind: str, ending: str = "Model", **fields: Any) -> Any:
     """The transformers model, fp32, with lively random weights, and its tokenizer."""
     import transformers
 
     quiet()
     entry = KINDS[kind]
-    tok = {"wordpiece": wordpiece, "mpnet": mpnet, "unigram": unigram, "albert": albert}[entry.tokenizer]()
+    tok = {"wordpiece": wordpiece, "mpnet": mpnet, "unigram": unigram, "albert": albert, "deberta": deberta}[
+        entry.tokenizer
+    ]()
     sizes = {} if kind == "distilbert" else SIZES
     asked = {**sizes, "vocab_size": len(tok), "max_position_embeddings": entry.positions, **entry.fields, **fields}
     config = getattr(transformers, f"{entry.name}Config")(pad_token_id=tok.pad_token_id, **asked)

@@ -395,6 +395,10 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
     "electra": {**OF_ENCODERS, "embedding_size": 24},
     "albert": {**OF_ENCODERS, "embedding_size": 24},
     "mpnet": {**OF_ENCODERS, "pad_token_id": 1},
+    "deberta-v2": {
+        **OF_ENCODERS, "relative_attention": True, "position_biased_input": False, "pos_att_type": ["c2p", "p2c"],
+        "position_buckets": 16, "norm_rel_ebd": "layer_norm", "type_vocab_size": 0,
+    },
     "jina_embeddings_v3": {**OF_ENCODERS, "type_vocab_size": 1},
     "gte": {**OF_ENCODERS, "type_vocab_size": 0},
     "eurobert": {**OF_ENCODERS, "num_key_value_heads": 2, "mlp_bias": True},
@@ -428,6 +432,7 @@ CLASS_NEEDS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": KINDS},
     "qwen4_exp_text": {**{name: value for name, value in QWEN4.items() if name.startswith("indexer")}, "indexer_head_dim": 256},
     "dbrx": {"attn_config": {"rope_theta": 1e4}},
+    "deberta-v2": {"relative_attention": True, "position_biased_input": False, "pos_att_type": ["p2c", "c2p"]},
     "nemotron": {"num_key_value_heads": 48}, "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128}, "glm4v_moe_text": {"head_dim": 128}, "ministral": {"head_dim": 128},

@@ -215,6 +215,23 @@ def test_words_are_projected_and_shared_layers_held_once() -> None:
     assert cost.component("mlp").flops == pytest.approx(12 * 2 * 100 * 2 * 768 * 3072)
 
 
+def test_what_queries_and_keys_say_of_distances_is_priced() -> None:
+    """deberta-v3-base as published: each token's queries and keys meet 512 rows of every head in every layer."""
+    config = {
+        "architectures": ["DebertaV2Model"], "model_type": "deberta-v2", "hidden_size": 768, "intermediate_size": 3072,
+        "num_attention_heads": 12, "num_hidden_layers": 12, "vocab_size": 128_100, "pos_att_type": ["p2c", "c2p"],
+        "relative_attention": True, "position_biased_input": False, "position_buckets": 256, "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+    }  # fmt: skip
+    model = read_model(HfConfig(config))
+    assert parameter_count(model) == 183_831_552
+    met = 12 * 2 * 512 * 768
+    assert linear_parameter_count(model) == 12 * 12 * 768**2 + met
+    cost = cost_of(model, StepShape.prefill(batch=1, new_tokens=100), quant=BF16, kv=KV)
+    assert cost.component("qkv").flops == pytest.approx(2 * 100 * (12 * 3 * 768**2 + met))
+    assert cost.component("qkv").weight_bytes == pytest.approx(2 * (12 * 3 * 768 * 769 + met))
+
+
 @pytest.mark.parametrize(("tp", "share"), [(2, 1 / 2), (4, 3 / 4), (8, 7 / 8)])
 def test_logits_are_gathered_from_all_devices(tp, share):
     """Each lacks what the others have, in 16 bits; they were charged as an all-reduce of one device's part."""

@@ -20,6 +20,13 @@ QUERIES = ["where did the fox go?", "what is bread?", "a fox"]
 FP32 = {"backend": "torch", "weights": "fp32", "kv": "fp32"}
 
 
+# of DeBERTa what can be adapted, and what cannot: by which rows of distances were made at the start
+RELATED = {
+    "deberta-v2": ("value_proj|dense", "query_proj"),
+    "deberta-v2-apart": (r"self\.(query|key|value)_proj|dense", "pos_key_proj"),
+}
+
+
 def vectors(llm: LLM, adapter: str | None) -> np.ndarray:
     return np.stack([one.vector for one in llm.embed(TEXTS, adapter=adapter)])
 
@@ -28,7 +35,7 @@ def vectors(llm: LLM, adapter: str | None) -> np.ndarray:
 def test_vectors_are_those_of_peft(tmp_path: Path, kind: str) -> None:
     """Whatever files and classes call the projections, and have in one or apart; beside it the model as it is."""
     path = make_encoder(tmp_path / "made", kind)
-    adapter = make_adapter(tmp_path / "adapter", path)
+    adapter = make_adapter(tmp_path / "adapter", path, only=RELATED.get(kind, ("",))[0])
     llm = LLM(path, loras={"task": str(adapter)}, **FP32)  # type: ignore[arg-type]
     want, plain = adapted_oracle(path, adapter).encode(TEXTS), oracle(path).encode(TEXTS)
     assert np.abs(want - plain).max() > 0.01
@@ -73,6 +80,15 @@ def test_pairs_are_judged_by_an_adapter(tmp_path: Path) -> None:
     assert np.abs(want - plain).max() > 1e-3
     np.testing.assert_allclose(llm.score(QUERIES, TEXTS, adapter="task").scores, want, atol=2e-5)
     np.testing.assert_allclose(llm.score(QUERIES, TEXTS).scores, plain, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", RELATED)
+def test_what_rows_of_distances_are_made_by_is_not_adapted(tmp_path: Path, kind: str) -> None:
+    """They are made once, of the model's own weights."""
+    path = make_encoder(tmp_path / "made", kind)
+    adapter = make_adapter(tmp_path / "adapter", path, only=RELATED[kind][1])
+    with pytest.raises(LoadError, match=f"{RELATED[kind][1]}, which this model does not have, cannot adapt"):
+        LLM(path, loras={"task": str(adapter)}, **FP32)  # type: ignore[arg-type]
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:

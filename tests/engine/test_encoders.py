@@ -25,12 +25,14 @@ from tests.thread_ranks import ThreadRanks
 
 from diptych.compute.ops import cpu_kernels
 from diptych.compute.ops.ranks import Ranks
+from diptych.compute.related_loader import PlacesTensor
 from diptych.cost.exchange import gathered
 from diptych.engine.llm import LLM
 from diptych.engine.phases import TwoPhase
 from diptych.ground.config import ComputeConfig, SchedulerConfig
 from diptych.ground.errors import ExecutorError, LoadError, PromptTooLong, RequestError, UnsupportedModel
 from diptych.models.config import HfConfig, read_json
+from diptych.models.positions import Related
 from diptych.models.read import read_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of sentence-transformers and what it brings
@@ -48,7 +50,8 @@ LOGITS = {"activation_fn": "torch.nn.modules.linear.Identity"}
 AS_PUBLISHED = {
     "bert": ("mean", "Model"), "roberta": ("mean", "ForMaskedLM"), "xlm-roberta": ("cls", "Model"),
     "camembert": ("mean", "ForMaskedLM"), "electra": ("cls", "ForPreTraining"), "distilbert": ("mean", "ForMaskedLM"),
-    "electra-small": ("mean", "Model"), "albert": ("mean", "ForMaskedLM"),
+    "electra-small": ("mean", "Model"), "albert": ("mean", "ForMaskedLM"), "deberta-v2": ("cls", "ForMaskedLM"),
+    "deberta-v2-apart": ("mean", "Model"),
     "data2vec-text": ("mean", "ForMaskedLM"), "jina_embeddings_v3": ("mean", "ForMaskedLM"),
     "mpnet": ("mean", "ForMaskedLM"), "nomic_bert": ("mean", "Model"), "gte": ("cls", "ForMaskedLM"),
     "eurobert": ("mean", "ForMaskedLM"),
@@ -112,7 +115,9 @@ def test_the_kernels_agree_with_sentence_transformers(encoders: dict[str, Path],
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "mpnet", "modernbert", "albert", "electra-small"])
+@pytest.mark.parametrize(
+    "kind", ["bert", "xlm-roberta", "mpnet", "modernbert", "albert", "electra-small", "deberta-v2"]
+)
 def test_neighbours_budgets_and_threads_change_no_bit(encoders: dict[str, Path], kind: str, backend: str) -> None:
     needs(backend)
     texts = [" ".join(TEXTS), *TEXTS, TEXTS[0]]
@@ -224,7 +229,7 @@ def test_the_first_token_is_the_first_behind_an_instruction_that_is_not_pooled(t
         np.testing.assert_allclose(vectors(llm, TEXTS, instruction=prompt), want, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "mpnet"])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "mpnet", "deberta-v2-apart"])
 def test_the_longest_text_is_read_and_a_longer_one_refused(encoders: dict[str, Path], kind: str) -> None:
     """RoBERTa's table has two rows more than there are positions; the last one must be used. MPNet's tokens lie farther
     from each other than distances have buckets of their own.
@@ -311,6 +316,14 @@ def test_a_list_of_pieces_is_all_that_a_tokenizer_needs(tmp_path: Path, kind: st
         ("roberta", {"max_position_embeddings": 2}, "max_position_embeddings"),
         ("albert", {"num_hidden_groups": 3}, "num_hidden_groups"),
         ("albert", {"inner_group_num": 2}, "inner_group_num"),
+        ("deberta-v2", {"relative_attention": False}, "relative_attention"),
+        ("deberta-v2", {"position_biased_input": True}, "position_biased_input"),
+        ("deberta-v2", {"pos_att_type": "c2p"}, "pos_att_type in .* is 'c2p'"),
+        ("deberta-v2", {"conv_kernel_size": 3}, "conv_kernel_size"),
+        ("deberta-v2", {"norm_rel_ebd": "rms_norm"}, "norm_rel_ebd"),
+        ("deberta-v2", {"embedding_size": 32}, "embedding_size"),
+        ("deberta-v2", {"position_buckets": 80}, "position_buckets in .* is 80 and max_relative_positions 40"),
+        ("deberta-v2", {"pooler_hidden_act": "tanh"}, "pooler_hidden_act"),
         ("mpnet", {"relative_attention_num_buckets": 64}, "relative_attention_num_buckets"),
         ("mpnet", {"relative_attention_max_distance": 64}, "relative_attention_max_distance"),
         ("nomic_bert", {"rotary_scaling_factor": 2}, "rotary_scaling_factor"),
@@ -413,13 +426,22 @@ def test_ranks_have_the_bits_of_one(
     one, ranked = (LLM(path, tp=ranks, threads=ranks, **settings) for ranks in (1, 2))
     assert ranked.score(QUERIES, TEXTS).scores == one.score(QUERIES, TEXTS).scores
     ranked.close()
-    for kind in (
-        "xlm-roberta",
-        "mpnet",
-        "albert",
-    ):  # a rank has its heads' numbers of distances, and projects some columns
+    for kind in ("xlm-roberta", "mpnet", "albert", "deberta-v2"):  # a rank has what its heads know of distances
         one, ranked = (LLM(encoders[kind], tp=ranks, threads=ranks, **settings) for ranks in (1, 2))
         assert (vectors(one, TEXTS) == vectors(ranked, TEXTS)).all()
         model = ranked.loaded.model
         assert model.program.n_meetings == gathered(model.spec, tp=2, weights=weights).meetings  # type: ignore[attr-defined]
         ranked.close()
+
+
+@pytest.mark.parametrize(("n_buckets", "reach", "farthest"), [(256, 512, 511), (8, 40, 199), (0, 24, 40)])
+def test_each_distance_has_the_row_of_transformers(n_buckets: int, reach: int, farthest: int) -> None:
+    """Of DeBERTa 3's sizes, and of small ones past their reach, with buckets and without."""
+    from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
+
+    related = Related(n_buckets=n_buckets, reach=reach, is_shared=True, is_normed=True)
+    tokens = torch.zeros(1, farthest + 1, 1)
+    apart = build_relative_position(tokens, tokens, bucket_size=n_buckets or -1, max_position=reach)[0]
+    half = n_buckets or reach
+    want = torch.cat([apart[0].flip(0), apart[1:, 0]]).add(half).clamp(0, 2 * half - 1)
+    assert torch.equal(PlacesTensor(related, farthest).read().long(), want)

@@ -26,11 +26,11 @@ from diptych.compute.ops.contract import (
 )
 from diptych.compute.ops.contract_parts import Split
 from diptych.compute.part_weights import LatentWeights, SelectiveWeights, StateWeights, UnitWeights
+from diptych.compute.related_loader import by_distance, unadapted
 from diptych.compute.rope import frequencies, standstill
 from diptych.compute.selective_loader import load_selective, load_units
 from diptych.compute.state_loader import state_heads, state_projections, state_readers
 from diptych.compute.views import (
-    DistancesTensor,
     JoinedTensor,
     OnesTensor,
     PickedTensor,
@@ -114,7 +114,7 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         return norm, LayerHeads(
             handle=self.attention(root, index),
             has_index=index is not None,
-            qkv=self.loader.linear(readers[0], role=self.role(Split.OUTPUTS, **widths)),
+            qkv=self.loader.linear(unadapted(readers[0], attention), role=self.role(Split.OUTPUTS, **widths)),
             o=self.loader.linear(o, role=self.role(Split.INPUTS, o=self.spec.hidden)),
             gate=self._gate(readers[1], attention.gate_by) if attention.has_gate else None,
             difference=difference,
@@ -537,8 +537,9 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             has_sinks=spec.has_sinks,
             slopes=spec.slopes,
             distances=spec.distances,
+            related=spec.related,
         )
-        beside: dict[str, Any] = {"sinks": self._sinks(root), "distances": self._distances(), "index": index}
+        beside: dict[str, Any] = {"sinks": self._sinks(root), "index": index, **by_distance(self, root)}
         if spec.qk_norm is QkNorm.NONE:
             return self.loader.attention(heads, q_norm=None, k_norm=None, **beside)
         q_norm = self._heads_norm(f"{root}{self.names.q_norm}", spec.n_heads)
@@ -551,14 +552,6 @@ class HeadsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         if not attention.has_sinks:
             return None
         return self.source.tensor(f"{root}{self.spelt(root, self.names.sinks)}", attention.n_heads)
-
-    def _distances(self) -> WeightTensor | None:
-        """The model's own, of which every layer has the same."""
-        spec = self.parts.attention
-        if spec.distances is None:
-            return None
-        name = f"{self.of_model}{self.names.distances}.weight"
-        return DistancesTensor(self.source.tensor(name, spec.distances.n_buckets, spec.n_heads), spec.distances)
 
     def _heads_norm(self, name: str, n_heads: int) -> WeightTensor:
         """The weight of the norm of q or of k, dimensions in the order that the projections are read in."""

@@ -23,6 +23,7 @@ from diptych.cost.streams import (
     ngram_elements,
     own_heads,
     own_inner,
+    related_matrices,
     stream_matrices,
     stream_vectors,
     table_width,
@@ -33,6 +34,7 @@ from diptych.ground.shape import StepShape
 from diptych.ground.specs import KVSpec, QuantSpec
 from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.mlp import MlpSpec, MoeSpec
+from diptych.models.positions import Related
 from diptych.models.spec import AttentionLayer, LayerSpec, ModelSpec, QkNorm
 from diptych.models.states import EXPONENTIAL_FLOPS, StateSpec
 
@@ -41,6 +43,7 @@ BF16 = QuantSpec(name="bf16", weight_bytes=2.0)
 # Components whose time is attention's, not a GEMM's over the step's rows.
 ATTENTION = ("scores", "values", "index")
 LOGIT_BYTES = 4
+SAID_BYTES = 4  # of what queries and keys say of distances
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,6 +306,8 @@ def _gqa(sizes: _Sizes) -> tuple[Component, Component]:
             else q_width + k_width
         )
         qkv = replace(qkv, weight_bytes=qkv.weight_bytes + norm * 2.0)
+    if attention.related is not None:
+        qkv = qkv.plus(_related(sizes, attention.related))
     rotary = 6.0 * sizes.n * (sizes.heads + kv_heads) * head_dim
     own = attention.own_index
     if own is not None:  # whole on every device
@@ -312,6 +317,17 @@ def _gqa(sizes: _Sizes) -> tuple[Component, Component]:
     qkv = replace(qkv, kv_write_bytes=sizes.n * sizes.written_bytes, vector_flops=rotary)
     o_bias = hidden if attention.has_o_bias else 0.0
     return qkv, _linear(sizes, "o", attention.width / sizes.tp, hidden, bias=o_bias, link=_all_reduce_bytes(sizes))
+
+
+def _related(sizes: _Sizes, related: Related) -> Component:
+    """What queries and keys say of each distance, written and read once in fp32."""
+    met, said = related_matrices(sizes.attention) / sizes.tp, 2 * sizes.heads * related.n_places
+    return Component(
+        name="qkv",
+        flops=2.0 * sizes.n * met,
+        weight_bytes=met * 2.0,
+        activation_bytes=2.0 * sizes.n * said * SAID_BYTES,
+    )
 
 
 def _mla(sizes: _Sizes, mla: MlaSpec) -> tuple[Component, Component]:

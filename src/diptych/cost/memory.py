@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from diptych.cost.components import LOGIT_BYTES
+from diptych.cost.components import LOGIT_BYTES, SAID_BYTES
 from diptych.cost.kv_bytes import kv_bytes_of_context, kv_bytes_of_tokens
 from diptych.cost.parameters import weight_bytes_stored
 from diptych.cost.setup import Setup
+from diptych.cost.streams import related_matrices
 from diptych.ground.formats import engine_quant, head_format
 from diptych.ground.specs import QuantSpec
 from diptych.models.latent import IndexSpec
@@ -121,8 +122,9 @@ def _held_bytes(model: ModelSpec, quant: QuantSpec) -> float:
     or 32 bits.
     """
     table = model.n_embeddings * model.row_width
-    stored = weight_bytes_stored(model, quant)
     plain = 4.0 if quant.name == "fp32" else 2.0
+    stored = weight_bytes_stored(model, quant)
+    stored += sum(n * related_matrices(layer.attention) for layer, n in model.layer_groups) * plain
     if model.is_tied:
         return stored if quant.head_bytes >= 2.0 else stored + table * plain
     return stored + table * (plain - quant.head_bytes)
@@ -142,7 +144,9 @@ def activation_bytes_of(setup: Setup) -> float:
     width = 3 * rows * model.hidden + max(mlp, attention / setup.tp)
     index = max((_index_bytes(one.own_index) for one in layers), default=0)
     logits = 256 * model.vocab_size * LOGIT_BYTES / setup.tp
-    return tokens * (width * setup.quant.activation_bytes + index) + logits
+    said = max((2 * one.n_heads * one.related.n_places for one in layers if one.related is not None), default=0)
+    of_token = width * setup.quant.activation_bytes + index + said * SAID_BYTES / setup.tp
+    return tokens * of_token + logits
 
 
 def _index_bytes(index: IndexSpec | None) -> int:

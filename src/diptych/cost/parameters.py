@@ -15,6 +15,7 @@ from diptych.cost.streams import (
     inner_width,
     own_heads,
     own_inner,
+    related_matrices,
     stream_matrices,
     stream_vectors,
     table_width,
@@ -51,8 +52,10 @@ def parameters_by_component(model: ModelSpec) -> dict[str, int]:
 
 
 def _learned_distances(model: ModelSpec) -> int:
-    """What scores gain by distance, of all layers the same."""
+    """What scores gain by distance, of all layers the same: numbers, or rows and their norm."""
     first = model.layers[0].attention
+    if first.related is not None:
+        return (first.related.n_places + 2 * first.related.is_normed) * model.hidden
     return 0 if first.distances is None else first.distances.n_buckets * first.n_heads
 
 
@@ -87,6 +90,7 @@ def linear_parameter_count(model: ModelSpec) -> int:
     for layer, n in model.layer_groups:
         mlp = layer.mlp
         own = own_heads(model, layer.attention) + own_inner(model, layer)
+        own += related_matrices(layer.attention)
         total += n * (_attention_matrices(model, layer.attention) + _met_by_token(model, mlp) + own)
     return total
 
@@ -216,6 +220,8 @@ def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
         count += model.hidden
     if spec.has_sinks:
         count += spec.n_heads
+    if spec.related is not None and not spec.related.is_shared:  # projections of rows of distances
+        count += 2 * (model.hidden + 1) * spec.n_heads * spec.head_dim
     if spec.differs:  # two vectors for each of the two numbers whose difference is learned
         count += 4 * spec.head_dim
     if spec.qk_norm in (QkNorm.HEAD, QkNorm.TURNED):

@@ -85,6 +85,13 @@ def ngram_elements(model: ModelSpec) -> int:
     return sum(state.state_elements for state in model.states[model.n_layer_states :])
 
 
+def related_matrices(attention: AttentionLayer) -> int:
+    """Numbers that a token's queries and keys meet for what scores gain of contents and distances; they are made at a start."""
+    if attention.related is None:
+        return 0
+    return 2 * attention.n_heads * attention.head_dim * attention.related.n_places
+
+
 def word_matrix(model: ModelSpec) -> int:
     """Parameters of what takes a row of the embedding to the stream's width, without its bias."""
     return model.word_width * model.hidden

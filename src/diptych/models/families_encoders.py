@@ -147,6 +147,27 @@ ENCODERS: tuple[Family, ...] = (
         **AROUND_SUMS,
         **ALL_BIASES,
     ),
+    # scores of contents and distances (DeBERTa 3, mDeBERTa, mxbai-rerank 1); no other positions, and no types
+    Family(
+        name="deberta-v2", architectures=_kinds("DebertaV2"),
+        keys={**BERT, "vocab_size": 128_100, "hidden_size": 1536, "num_hidden_layers": 24, "num_attention_heads": 24,
+              "intermediate_size": 6144, "type_vocab_size": 0, "rms_norm_eps": 1e-7, "head_dim": None,
+              "word_embed_proj_dim": None, "pos_att_type": None, "query_pre_attn_scalar": None, "share_att_key": False,
+              "position_buckets": -1, "max_relative_positions": -1, "norm_rel_ebd": "none"},
+        fixed={"relative_attention": (True,), "position_biased_input": (False,), "conv_kernel_size": (0, None),
+               "pooler_hidden_act": ("gelu",)},
+        unread=("legacy", "z_steps", "conv_act", "conv_groups", "pooler_dropout", "pooler_hidden_size"),
+        renamed={**LAYER_NORM_EPS, "embedding_size": "word_embed_proj_dim", "attention_head_size": "head_dim"},
+        classifier=(HeadLayer("pooler.dense", Activation.GELU), HeadLayer("classifier")),
+        names=TensorNames(**{
+            **NAMES_OF_BERT, "qkv": ("self.query_proj", "self.key_proj", "self.value_proj"),
+            "distances": "encoder.rel_embeddings"}),
+        prefixes=("deberta.",),
+        ignored=(*HEADS, "pooler.", "classifier.", "position_ids", "lm_predictions.", "mask_predictions."),
+        types_may_lack=True,
+        **AROUND_SUMS,
+        **ALL_BIASES,
+    ),
     # rotary positions and gates, no biases but of norms
     Family(
         name="nomic_bert", architectures=_kinds("NomicBert"),

@@ -12,7 +12,7 @@ from typing import Protocol
 from diptych.models.gates import Activation
 from diptych.models.latent import IndexSpec, MlaSpec
 from diptych.models.mlp import MoeSpec
-from diptych.models.positions import Distances
+from diptych.models.positions import Distances, Related
 from diptych.models.spec import ModelSpec
 from diptych.models.states import StateSpec
 
@@ -66,6 +66,10 @@ class Attends(Protocol):
     def distances(self) -> Distances | None:
         """What they gain by it."""
 
+    @property
+    def related(self) -> Related | None:
+        """What they gain by it and contents."""
+
 
 def missing_for(spec: Attends) -> str | None:
     """What of a layer's attention our kernels do not have; None where it attends by them."""
@@ -75,6 +79,8 @@ def missing_for(spec: Attends) -> str | None:
         return "scores that fall with the distance"
     if spec.distances is not None:
         return "scores that are learned by distance"
+    if spec.related is not None:
+        return "scores that are made of contents and distances"
     if spec.mla is None:
         if spec.index is not None:
             return "an index of blocks"

@@ -67,6 +67,26 @@ class Distances:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Related:
+    """What a score gains of what query and key each say of the distance between them (DeBERTa, arXiv:2006.03654): products of
+    either with a projection of the row that the distance has in a table of all layers.
+
+    n_buckets: rows for either side, half of them of one distance each, the others of ever more up to `reach`; 0: `reach` rows
+    of one distance each. is_shared: q's and k's own projections are the rows', too. is_normed: rows are normed first.
+    """
+
+    n_buckets: int
+    reach: int
+    is_shared: bool
+    is_normed: bool
+
+    @property
+    def n_places(self) -> int:
+        """Rows of the table."""
+        return 2 * (self.n_buckets or self.reach)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QueryScale:
     """Queries times 1 + slope * log(1 + (position + shift) // tokens), behind the rotary positions (arXiv:2501.19399)."""
 

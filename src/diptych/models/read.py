@@ -30,7 +30,7 @@ from diptych.models.read_block_index import as_indexed
 from diptych.models.read_blocks import as_halves, as_layers, as_pairs, as_searched, as_states, without_pictures
 from diptych.models.read_deepseek_v4 import as_deepseek_v4, with_entries
 from diptych.models.read_embedding import base_stretch, embedding_width, residual_scale, words_of
-from diptych.models.read_encoders import as_gated_or_not, learned_distances, with_stretched_base
+from diptych.models.read_encoders import as_gated_or_not, as_related, by_distance, with_stretched_base
 from diptych.models.read_glm_next import as_glm_next
 from diptych.models.read_gpt import arrangement, of_all_layers, with_kinds, with_section
 from diptych.models.read_griffin import as_griffin
@@ -92,6 +92,7 @@ BY_KEY = {
     "num_sliding_attention_heads": as_usual, "gating": as_gated, "kda_lower_bound": as_ling, "index_kpool": as_glm_next,
     "block_types": as_griffin, "entry_layers": as_deepseek_v4,
     "post_norm_eps": with_turns, "feed_forward_proj": as_gated_or_not, "pack_qkv": with_stretched_base,
+    "pos_att_type": as_related,
 }  # fmt: skip
 
 
@@ -464,7 +465,7 @@ def _attention(
         has_o_bias=_decided(config, family.o_bias),
         has_sinks=_decided(config, sinks if isinstance(sinks, bool) else sinks[window is not None]),
         slopes=slopes(n_heads, config.number("alibi_bias_max", 8.0)) if family.has_slopes else (),
-        distances=learned_distances(config),
+        **by_distance(config),
         has_v_norm=family.has_v_norm,
         has_v=heads.has_v,
         v_head_dim=2 * head_dim if family.differs else heads.v_width,

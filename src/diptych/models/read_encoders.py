@@ -1,4 +1,6 @@
-"""What configs of encoders say in words of their own: T5's MLPs, GTE's stretched positions, scores learned by distance."""
+"""What configs of encoders say in words of their own: T5's MLPs, GTE's stretched positions, scores learned by distance, and
+those of contents and distances.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,17 @@ from typing import Any
 
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
-from diptych.models.positions import Distances
+from diptych.models.positions import Distances, Related
 
 FARTHEST = 65_536  # each head has a number for each distance up to it, to either side
 
 
-def learned_distances(config: HfConfig) -> Distances | None:
+def by_distance(config: HfConfig) -> dict[str, Any]:
+    """Of `AttentionLayer` what scores gain by distance."""
+    return {"distances": _learned_distances(config), "related": _related(config)}
+
+
+def _learned_distances(config: HfConfig) -> Distances | None:
     """How what scores gain by distance is kept, in models that learn that; others have no key for it."""
     key, further = "relative_attention_num_buckets", "relative_attention_max_distance"
     if key not in config.raw:
@@ -25,6 +32,44 @@ def learned_distances(config: HfConfig) -> Distances | None:
             "distance each, which reach less far"
         )
     return Distances(n_buckets=n_buckets, reach=reach)
+
+
+def _related(config: HfConfig) -> Related | None:
+    """How what scores gain by contents and distance is kept, in models that learn that; others have no key for it."""
+    if "pos_att_type" not in config.raw:
+        return None
+    key, further = "position_buckets", "max_relative_positions"
+    n_buckets, reach = (max(0, config.integer(one, low=-1)) for one in (key, further))
+    reach = reach or config.integer("max_position_embeddings")
+    config.at_most(further, reach, FARTHEST)
+    if n_buckets and (n_buckets < 2 or reach - 1 <= n_buckets // 2):
+        raise LoadError(
+            f"{key} in {config.path} is {n_buckets} and {further} {reach}; half as many buckets, of one distance each, must "
+            "reach less far"
+        )
+    said = config.raw["norm_rel_ebd"]
+    words = said.lower().split("|") if isinstance(said, str) else None
+    if words not in (["none"], ["layer_norm"]):
+        raise LoadError(f"norm_rel_ebd in {config.path} is {said!r}; only 'none' and 'layer_norm' are supported")
+    return Related(
+        n_buckets=n_buckets, reach=reach, is_shared=config.flag("share_att_key"), is_normed=words == ["layer_norm"]
+    )
+
+
+def as_related(raw: dict[str, Any], defaults: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """DeBERTa's config with the scale of its scores, of three products each, as others say it. LoadError where they are of
+    fewer, or positions are told otherwise, too.
+    """
+    for key, usual, wanted in (("relative_attention", False, True), ("position_biased_input", True, False)):
+        if raw.get(key, usual) is not wanted:
+            raise LoadError(f"{key} in {path} is {raw.get(key, usual)!r}; of deberta-v2, only {wanted} is supported")
+    said = raw.get("pos_att_type")
+    kinds = said.split("|") if isinstance(said, str) else said
+    if not isinstance(kinds, list) or {str(one).strip() for one in kinds} != {"c2p", "p2c"}:
+        raise LoadError(f"pos_att_type in {path} is {said!r}; only 'c2p|p2c' is supported")
+    config = HfConfig({**defaults, **raw}, path=path)
+    width = config.integer("head_dim", max(1, config.integer("hidden_size") // config.integer("num_attention_heads")))
+    return {**raw, "pos_att_type": ["c2p", "p2c"], "query_pre_attn_scalar": 3 * width}
 
 
 def as_gated_or_not(raw: dict[str, Any], defaults: Mapping[str, Any], path: str) -> dict[str, Any]:

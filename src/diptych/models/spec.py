@@ -17,7 +17,7 @@ from diptych.models.gates import Activation
 from diptych.models.latent import CacheShape, EntrySpec, IndexSpec, MlaSpec
 from diptych.models.mlp import MlpSpec, MoeSpec
 from diptych.models.ngrams import NgramSpec, ngram_states
-from diptych.models.positions import Distances, QueryScale, Rope
+from diptych.models.positions import Distances, QueryScale, Related, Rope
 from diptych.models.states import StateSpec
 from diptych.models.streams import UNSCALED, GatedSpec, HyperSpec, LayerInputs, LayerScales, StreamsSpec
 
@@ -87,10 +87,11 @@ class AttentionLayer:
     tanh(score / softcap), after scale. clip: q, k and v are held within it on both sides of 0. rope None: no rotary positions.
     scales_heads: queries of each head are multiplied by s log(position + 1) + b, numbers of the head's own. has_sinks: one
     learned logit per head. slopes: what a score of each head loses for each position between query and key (ALiBi,
-    arXiv:2108.12409), (): nothing. distances: what it gains by that distance, in all layers the same. has_v_norm: values are
-    normed like `qk_norm`'s heads, without a weight. has_v: there is a projection for values; where there is none they are the
-    keys before norm and turn. kv_layer: the number of the layer before this one whose keys and values, or latents, it attends
-    to; it has none of its own then, and keeps nothing but the keys of an index. None: its own.
+    arXiv:2108.12409), (): nothing. distances: what it gains by that distance, in all layers the same. related: what it gains of
+    what query and key say of the distance. has_v_norm: values are normed like `qk_norm`'s heads, without a weight. has_v: there
+    is a projection for values; where there is none they are the keys before norm and turn. kv_layer: the
+    number of the layer before this one whose keys and values, or latents, it attends to; it has none of its own then, and keeps
+    nothing but the keys of an index. None: its own.
     differs: each value is that of two KV heads, half of all apart, so v_head_dim is twice their width; of what the heads give
     a part of the second half's is taken from the first half's, and normed head by head (arXiv:2410.05258).
     norms_given: what the heads give is normed head by head, without a weight, before a gate.
@@ -118,6 +119,7 @@ class AttentionLayer:
     has_sinks: bool = False
     slopes: tuple[float, ...] = ()
     distances: Distances | None = None
+    related: Related | None = None
     has_v_norm: bool = False
     has_v: bool = True
     kv_layer: int | None = None

@@ -28,6 +28,7 @@ from diptych.compute.ops.contract_parts import (
     IndexParts,
     LinearParts,
     NormParts,
+    RelatedParts,
     Role,
     RuleParts,
     WeightTensor,
@@ -38,7 +39,7 @@ from diptych.ground.errors import ExecutorError
 from diptych.models.gates import Activation, GateForm
 from diptych.models.latent import EntrySpec, IndexSpec, MlaSpec
 from diptych.models.mlp import MoeSpec
-from diptych.models.positions import Distances, QueryScale
+from diptych.models.positions import Distances, QueryScale, Related
 from diptych.models.spec import QkNorm
 from diptych.models.states import StateSpec
 
@@ -86,8 +87,8 @@ class AttentionSpec:
     kv_rank + rope_dim, whose keys are the values too. state: then there are no keys and values, and `place` is that of its
     states among a sequence's. v_head_dim: how wide a value is, None: as a key. v_scale: values are multiplied by it. index:
     what chooses what is attended to; index_place: which layer of the cache has its keys, if not those of latents. has_sinks,
-    slopes, distances, entries: as `AttentionLayer` has them. entry_places: which of the states are those of its entries, and
-    of the keys of its index. is_whole: of a state, each rank has all of it.
+    slopes, distances, related, entries: as `AttentionLayer` has them. entry_places: which of the states are those of its
+    entries, and of the keys of its index. is_whole: of a state, each rank has all of it.
     """
 
     layer: int
@@ -115,6 +116,7 @@ class AttentionSpec:
     has_sinks: bool = False
     slopes: tuple[float, ...] = ()
     distances: Distances | None = None
+    related: Related | None = None
     entries: EntrySpec | None = None
     entry_places: tuple[int, ...] = ()
     is_whole: bool = False
@@ -204,12 +206,13 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         sinks: WeightTensor | None = None,
         distances: WeightTensor | None = None,
         index: IndexParts | None = None,
+        related: RelatedParts | None = None,
     ) -> Heads:
         """What `rotate_and_cache`, `choose` and `attention` need of a layer; the norms are given unless spec.qk_norm is NONE.
 
         sinks [H]: the score of one more key of each head, which has no value: a term in the softmax's denominator.
         distances [H, 2 reach + 1]: what a score gains where the key lies reach behind the query, ..., reach before it.
-        index: of a layer that has one.
+        index, related: of a layer that has one. Where scores are related, sequences come whole.
         """
 
     @abstractmethod

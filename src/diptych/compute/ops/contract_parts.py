@@ -162,6 +162,17 @@ class IndexParts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RelatedParts:
+    """What scores gain of contents and distances (`Related`): of each head [n_places, d] what its queries meet, and what its
+    keys do, both times the scores' scale; places [2 reach + 1]: the row of each distance from a key to a query, from -reach on.
+    """
+
+    keys: tuple[LinearParts, ...]
+    queries: tuple[LinearParts, ...]
+    places: WeightTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EntryParts:
     """What entries are made of, `EntrySpec` has them so, of n series of d: of the layer's input the series and their gates
     [2 n d, D], offsets [tokens, n d], and the norm [d] of what they become.

@@ -19,6 +19,7 @@ from diptych.compute.ops.contract import (
     IndexParts,
     LinearParts,
     NormParts,
+    RelatedParts,
     Role,
     RuleParts,
     WeightTensor,
@@ -190,6 +191,15 @@ class RuleHandle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RelatedHandle:
+    """`RelatedParts` of a rank's heads; places: a vector."""
+
+    keys: tuple[LinearHandle, ...]
+    queries: tuple[LinearHandle, ...]
+    places: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionHandle:
     """A layer's attention: the rank's heads (None: it has none) and their native shape, rotary table and norms by number."""
 
@@ -202,6 +212,7 @@ class AttentionHandle:
     sinks: int = -1
     slopes: int = -1
     distances: int = -1
+    related: RelatedHandle | None = None
     latent: LatentHandle | None = None
     index: IndexHandle | None = None
     rule: RuleHandle | None = None
@@ -276,6 +287,12 @@ def norm_rows(spec: AttentionSpec, own: OwnHeads | None) -> tuple[slice, slice]:
 def distance_rows(values: torch.Tensor, spec: AttentionSpec, heads: slice) -> torch.Tensor:
     """Numbers of distances [H (2 reach + 1)] of some heads, their ends as often as `AttentionShape::distances` has them."""
     return F.pad(values.view(spec.n_heads, -1)[heads], (16, 15), mode="replicate").flatten()
+
+
+def related_handle(parts: RelatedParts, heads: slice, loader: Packer) -> RelatedHandle:
+    """Of some heads, in the finest format."""
+    keys, queries = (tuple(loader.router(one) for one in some[heads]) for some in (parts.keys, parts.queries))
+    return RelatedHandle(keys=keys, queries=queries, places=loader.vector(parts.places).index)
 
 
 def entries_handle(parts: EntryParts, place: int, loader: Packer) -> EntriesHandle:

@@ -21,6 +21,7 @@ from diptych.compute.ops.contract import (
     LinearParts,
     Loader,
     NormParts,
+    RelatedParts,
     Role,
     RopeSpec,
     RuleParts,
@@ -42,6 +43,7 @@ from diptych.compute.ops.cpu_handles import (
     is_table_too,
     native_shape,
     norm_rows,
+    related_handle,
     rule_handle,
 )
 from diptych.compute.ops.cpu_kernels import _cpu, choose_instruction_set, is_available
@@ -137,8 +139,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             return head
         if tensor.stored:  # not what is made anew each time
             self.plain[tensor.name] = tensor
-        values = tensor.read()
-        values = values if values.is_contiguous() else values.contiguous()
+        values = tensor.read().contiguous()
         return TableHandle(index=self.program.add_table(values.detach()), width=tensor.shape[1])
 
     def rows(self, tensor: WeightTensor) -> TableHandle | LinearHandle:
@@ -215,6 +216,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         sinks: WeightTensor | None = None,
         distances: WeightTensor | None = None,
         index: IndexParts | None = None,
+        related: RelatedParts | None = None,
     ) -> AttentionHandle:
         """The layer's native attention shape; layers with equal rotary specs share one table."""
         own = self.rank.heads(spec.n_heads, spec.n_kv_heads)
@@ -234,6 +236,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             sinks=-1 if sinks is None else self._vector(sinks, rows=mine),
             slopes=self._add_vector(torch.tensor(spec.slopes[mine])) if spec.slopes else -1,
             distances=-1 if distances is None else self._add_vector(distance_rows(self._values(distances), spec, mine)),
+            related=None if related is None else related_handle(related, mine, self),
             index=None if index is None else index_handle(spec, index, self, own),
         )
 

@@ -13,6 +13,7 @@ from diptych.compute.ops.contract import Ops, QkNorm
 from diptych.compute.ops.cpu_buffers import Given
 from diptych.compute.ops.cpu_entries import EntryRecorder
 from diptych.compute.ops.cpu_handles import AttentionHandle, ExpertsHandle, LinearHandle, TableHandle, VectorHandle
+from diptych.compute.ops.cpu_related import RelatedRecorder
 from diptych.compute.ops.cpu_states import StateRecorder
 from diptych.compute.ops.cpu_streams import StreamRecorder
 from diptych.compute.ops.cpu_values import CATEGORIES, ResidualStream, Value
@@ -23,6 +24,7 @@ class CpuOps(
     StateRecorder,
     StreamRecorder,
     EntryRecorder,
+    RelatedRecorder,
     Ops[ResidualStream, Value, TableHandle | LinearHandle, VectorHandle, LinearHandle, AttentionHandle, ExpertsHandle],
 ):
     """Records a family's forward into the loader's program.
@@ -295,6 +297,7 @@ class CpuOps(
         spec, own = attention.spec, attention.own
         if own is None:
             return Value("query", 0)
+        self.relate(qkv, attention)
         width = own.n_heads * spec.head_dim
         q = self._buffer("q", width, lambda width: self.program.add_bf16(width))
         is_full, scale = spec.qk_norm is QkNorm.FULL, spec.query_scale
@@ -452,6 +455,7 @@ class CpuOps(
         column = own.first_head * spec.value_dim if is_gathered else 0
         settings = {"q": q.buffer, "layer": spec.cache_layer, "shape": attention.shape, "column": column}
         settings |= {"sinks": attention.sinks, "slopes": attention.slopes, "distances": attention.distances}
+        settings |= self.gains_of(attention)
         if spec.index is not None:
             settings["choice"] = self._choice
         value.emit_f32 = value.emit_rows = lambda out: program.attention(out=out, **settings)

@@ -57,10 +57,12 @@ def attention_paged(
     spec: AttentionSpec,
     sinks: torch.Tensor | None = None,
     distances: torch.Tensor | None = None,
+    related: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Each query of the batch against its sequence's blocks, one token and one head at a time.
 
-    q [T, H, d] · keys [N, P, K, d], values [N, P, K, dv], read · sinks [H] · distances [H, 2 reach + 1].
+    q [T, H, d] · keys [N, P, K, d], values [N, P, K, dv], read · sinks [H] · distances [H, 2 reach + 1] · related: keys and
+    queries [H, n_places, d], places [2 reach + 1] (`RelatedParts`).
     Returns [T, H, dv] fp32.
     """
     block_tokens = keys.shape[1]
@@ -84,6 +86,10 @@ def attention_paged(
                     assert distances is not None
                     reach = spec.distances.reach
                     scores = scores + distances[h, [min(max(p - position, -reach), reach) + reach for p in seen]]
+                if related is not None:
+                    keys_h, queries_h, reach = related[0][h].float(), related[1][h].float(), len(related[2]) // 2
+                    rows = related[2][[min(max(position - p, -reach), reach) + reach for p in seen]].long()
+                    scores = scores + keys_h[rows] @ q[t, h].float() + (queries_h[rows] * k).sum(dim=1)
                 if sinks is not None:
                     scores = torch.cat([scores, sinks[h : h + 1]])
                 out[t, h] = scores.softmax(dim=-1)[: len(v)] @ v

@@ -18,6 +18,7 @@ from diptych.compute.ops.contract import (
     LinearParts,
     Loader,
     NormParts,
+    RelatedParts,
     Role,
     RuleParts,
     WeightTensor,
@@ -98,6 +99,15 @@ class TorchRule:
 
 
 @dataclass(frozen=True, slots=True)
+class TorchRelated:
+    """keys and queries [H, n_places, d] in the compute dtype, places [2 reach + 1]: as `RelatedParts` has them."""
+
+    keys: torch.Tensor
+    queries: torch.Tensor
+    places: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class TorchAttention:
     """A layer's attention: its spec and, where it has them, norms over [d] or [H*d] and [K*d], and in fp32 sinks [H] and
     numbers of distances [H, 2 reach + 1].
@@ -108,6 +118,7 @@ class TorchAttention:
     k_norm: TorchNorm | None
     sinks: torch.Tensor | None = None
     distances: torch.Tensor | None = None
+    related: TorchRelated | None = None
     latent: TorchLatent | None = None
     index: TorchIndex | None = None
     rule: TorchRule | None = None
@@ -210,6 +221,7 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         sinks: WeightTensor | None = None,
         distances: WeightTensor | None = None,
         index: IndexParts | None = None,
+        related: RelatedParts | None = None,
     ) -> TorchAttention:
         """The spec beside the norms' weights."""
         return TorchAttention(
@@ -218,8 +230,15 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
             None if k_norm is None else self.norm(NormParts(weight=k_norm), offset=norm_offset),
             None if sinks is None else self._vector(sinks),
             None if distances is None else self._vector(distances),
+            related=None if related is None else self._related(related),
             index=None if index is None else self._index(index),
         )
+
+    def _related(self, related: RelatedParts) -> TorchRelated:
+        keys, queries = (self.by_head(one, layer=0).weight for one in (related.keys, related.queries))
+        assert isinstance(keys, torch.Tensor)
+        assert isinstance(queries, torch.Tensor)
+        return TorchRelated(keys, queries, self._vector(related.places).long())
 
     def _index(self, index: IndexParts) -> TorchIndex:
         return TorchIndex(

@@ -29,6 +29,7 @@ from diptych.compute.ops.torch_queries import (
     best_pooled,
     best_pools,
     best_positions,
+    gained_by_contents,
     gained_by_distance,
     index_scores,
     pooled,
@@ -565,6 +566,8 @@ def _attend(
     # the G query heads of a kv head become further queries: no copy of keys and values per query head
     q = q_BHnd.unflatten(1, (spec.n_kv_heads, group)).flatten(2, 3)  # [B, K, G * n, d]
     gained = gained_by_distance(spec, attention.distances, positions_Bn, k_BKCd.shape[2])
+    if attention.related is not None:
+        gained = gained_by_contents(attention.related, q, k_BKCd, positions_Bn)
     if mask is not None and group > 1:
         mask = mask.repeat(1, 1, group, 1) if n > 1 else mask
     if spec.softcap is None and sinks is None and gained is None:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.ops.contract import AttentionSpec, RopeSpec
+from diptych.compute.ops.torch_loader import TorchRelated
 from diptych.models.latent import IndexSpec
 
 # queries of one sequence are attended in slices, so that masks and scores stay small whatever the chunk
@@ -131,6 +132,20 @@ def gained_by_distance(
     if spec.slopes:
         gained = gained + torch.tensor(spec.slopes, device=positions_Bn.device).view(-1, 1, 1) * nearer_BnC[:, None]
     return gained.unflatten(1, (spec.n_kv_heads, -1)).flatten(2, 3)
+
+
+def gained_by_contents(
+    related: TorchRelated, q_BHnd: torch.Tensor, k_BHCd: torch.Tensor, positions_Bn: torch.Tensor
+) -> torch.Tensor:
+    """What scores gain of what queries and keys say of the distance between them [B, H, n, C] fp32, over keys that begin with
+    their sequence.
+    """
+    n_heads, n_keys, reach = k_BHCd.shape[1], k_BHCd.shape[2], len(related.places) // 2
+    behind_BnC = positions_Bn[..., None] - torch.arange(n_keys, device=positions_Bn.device)
+    places = related.places[behind_BnC.clamp(-reach, reach) + reach][:, None].expand(-1, n_heads, -1, -1)
+    of_queries = torch.matmul(q_BHnd, related.keys.transpose(1, 2)).gather(3, places)
+    of_keys = torch.matmul(k_BHCd, related.queries.transpose(1, 2)).gather(3, places.transpose(2, 3))
+    return of_queries.float() + of_keys.transpose(2, 3).float()
 
 
 def index_scores(q_Bknd: torch.Tensor, k_Bdc: torch.Tensor, weights_Bkn: torch.Tensor) -> torch.Tensor:
