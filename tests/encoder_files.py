@@ -49,6 +49,7 @@ KINDS: dict[str, Kind] = {
     "electra": Kind("Electra", "wordpiece", {"embedding_size": 64}),
     "electra-small": Kind("Electra", "wordpiece", {"embedding_size": 24}),
     "albert": Kind("Albert", "albert", {"embedding_size": 24}),
+    "ernie": Kind("Ernie", "wordpiece", {"use_task_id": True}),
     "distilbert": Kind("DistilBert", "wordpiece", {"dim": 64, "n_layers": 3, "n_heads": 4, "hidden_dim": 96}),
     "mpnet": Kind("MPNet", "mpnet", {}, POSITIONS + 2),
     "nomic_bert": Kind("NomicBert", "wordpiece", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e3}}),

@@ -395,6 +395,7 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
     "electra": {**OF_ENCODERS, "embedding_size": 24},
     "albert": {**OF_ENCODERS, "embedding_size": 24},
     "mpnet": {**OF_ENCODERS, "pad_token_id": 1},
+    "ernie": {**OF_ENCODERS, "use_task_id": True},
     "deberta-v2": {
         **OF_ENCODERS, "relative_attention": True, "position_biased_input": False, "pos_att_type": ["c2p", "p2c"],
         "position_buckets": 16, "norm_rel_ebd": "layer_norm", "type_vocab_size": 0,

@@ -51,7 +51,7 @@ AS_PUBLISHED = {
     "bert": ("mean", "Model"), "roberta": ("mean", "ForMaskedLM"), "xlm-roberta": ("cls", "Model"),
     "camembert": ("mean", "ForMaskedLM"), "electra": ("cls", "ForPreTraining"), "distilbert": ("mean", "ForMaskedLM"),
     "electra-small": ("mean", "Model"), "albert": ("mean", "ForMaskedLM"), "deberta-v2": ("cls", "ForMaskedLM"),
-    "deberta-v2-apart": ("mean", "Model"),
+    "deberta-v2-apart": ("mean", "Model"), "ernie": ("mean", "ForMaskedLM"),
     "data2vec-text": ("mean", "ForMaskedLM"), "jina_embeddings_v3": ("mean", "ForMaskedLM"),
     "mpnet": ("mean", "ForMaskedLM"), "nomic_bert": ("mean", "Model"), "gte": ("cls", "ForMaskedLM"),
     "eurobert": ("mean", "ForMaskedLM"),

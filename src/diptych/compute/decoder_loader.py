@@ -49,6 +49,7 @@ from diptych.compute.streams_loader import (
 from diptych.compute.views import (
     MXFP4_BLOCK,
     Mxfp4Tensor,
+    RaisedTensor,
     ReorderedTensor,
     ResidualTensor,
     RowsTensor,
@@ -119,6 +120,8 @@ def _tables_beside(
         found["positions"] = loader.table(rows, head=None)
     if spec.n_token_types:
         rows = source.tensor(f"{prefix}{names.types}.weight", spec.n_token_types, width)
+        if spec.n_task_types:
+            rows = RaisedTensor(rows, source.tensor(f"{prefix}{names.tasks}.weight", spec.n_task_types, width))
         found["types"] = loader.table(rows, head=None)
     return found
 

@@ -264,6 +264,28 @@ class SinesTensor(WeightTensor):
         return torch.cat([angles.sin(), angles.cos(), torch.zeros(n, width % 2)], dim=1)
 
 
+class RaisedTensor(WeightTensor):
+    """Rows of a small table, each with the first row of another one added."""
+
+    random_seed: int | None = None
+
+    def __init__(self, tensor: WeightTensor, others: WeightTensor) -> None:
+        self.name = tensor.name
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self._tensor = tensor
+        self._others = others
+
+    @property
+    def stored(self) -> tuple[WeightTensor, ...]:
+        """Both tables'."""
+        return (*self._tensor.stored, *self._others.stored)
+
+    def read(self) -> torch.Tensor:
+        """A new tensor."""
+        return (self._tensor.read().float() + self._others.read()[0].float()).to(self.dtype)
+
+
 class DistancesTensor(WeightTensor):
     """What scores gain by the distance from the query to the key, [H, 2 reach + 1], of a table of buckets [n_buckets, H]."""
 

@@ -30,7 +30,8 @@ from diptych.models.spec import AttentionLayer, ModelSpec, QkNorm
 def parameters_by_component(model: ModelSpec) -> dict[str, int]:
     """Exact parameter count of each component over all layers."""
     counts = {
-        "embedding": (model.n_embeddings + _learned_positions(model) + model.n_token_types) * model.row_width
+        "embedding": (model.n_embeddings + _learned_positions(model) + model.n_token_types + model.n_task_types)
+        * model.row_width
         + _layer_table(model)
         + word_matrix(model)
         + model.hidden * (model.word_width > 0),

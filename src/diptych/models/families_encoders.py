@@ -62,6 +62,15 @@ ENCODERS: tuple[Family, ...] = (
         name="data2vec-text", architectures=_kinds("Data2VecText", "ForCausalLM"), keys=BERT,
         **{**LIKE_ROBERTA, "prefixes": ("data2vec_text.",)},
     ),
+    # where its files say so a row is added to each token for the task, of which there is one here
+    Family(
+        name="ernie", architectures=_kinds("Ernie", "ForPreTraining", "ForCausalLM"),
+        keys={**BERT, "use_task_id": False, "task_type_vocab_size": 3},
+        classifier=(HeadLayer("pooler.dense", Activation.TANH), HeadLayer("classifier")),
+        names=TensorNames(**NAMES_OF_BERT),
+        prefixes=("ernie.",),
+        **LIKE_BERT,
+    ),
     # rotary positions in place of the table's; its files have the names of the code that it was published with
     Family(
         name="jina_embeddings_v3", architectures=_kinds("JinaEmbeddingsV3"),

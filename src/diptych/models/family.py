@@ -54,7 +54,7 @@ class TensorNames:
     qkv_by_head: its rows lie by KV head: the queries that share it, its key, its value. qkv_parts: they lie in so many parts,
     of each the queries, values and keys of its heads. transposes: projections of a layer are stored as [inputs, outputs].
     up_first: in the projection that is stacked, up's rows come before gate's.
-    embedding, embedding_norm, positions, types, distances, final_norm, layers, head: at the ends, behind a prefix.
+    embedding, embedding_norm, positions, types, tasks, distances, final_norm, layers, head: at the ends, behind a prefix.
     embedding_ending: what is there in place of '.weight'. transform: what stands before the head, a projection and a norm.
     words: what takes rows of the embedding to the stream's width, of families that may have others.
     mlp: where the MLP may be found, tried in order. expert: gate (if any), up and down of one expert, where they are separate;
@@ -86,6 +86,7 @@ class TensorNames:
     embedding_norm: str = "embedding_norm"
     positions: str = "embed_positions"
     types: str = "token_type_embeddings"
+    tasks: str = "embeddings.task_type_embeddings"
     distances: str = "encoder.relative_attention_bias"
     final_norm: str | None = "norm"
     layers: str = "layers"

@@ -29,7 +29,7 @@ from diptych.models.positions import QueryScale, Rope, slopes
 from diptych.models.read_block_index import as_indexed
 from diptych.models.read_blocks import as_halves, as_layers, as_pairs, as_searched, as_states, without_pictures
 from diptych.models.read_deepseek_v4 import as_deepseek_v4, with_entries
-from diptych.models.read_embedding import base_stretch, embedding_width, residual_scale, words_of
+from diptych.models.read_embedding import base_stretch, embedding_width, residual_scale, types_of, words_of
 from diptych.models.read_encoders import as_gated_or_not, as_related, by_distance, with_stretched_base
 from diptych.models.read_glm_next import as_glm_next
 from diptych.models.read_gpt import arrangement, of_all_layers, with_kinds, with_section
@@ -154,9 +154,8 @@ def read_model(
         word_width=word_width,
         n_position_embeddings=0 if family.positions_offset is None else limit + family.positions_offset,
         first_position=family.positions_offset or 0,
-        n_token_types=config.integer("type_vocab_size", low=0 if family.types_may_lack else 1)
-        if "type_vocab_size" in family.keys
-        else 0,
+        n_token_types=types_of(config, family),
+        n_task_types=config.integer("task_type_vocab_size") if config.flag("use_task_id") else 0,
         low_rank=config.optional_integer("laurel_rank") or 0,
         norm_rank=config.optional_integer("gated_norm_rank") or 0,
         streams=streams(config, family),

@@ -19,6 +19,13 @@ def embedding_width(config: HfConfig, family: Family) -> tuple[int, int]:
     return hidden, words if words != hidden or family.projects_words else 0
 
 
+def types_of(config: HfConfig, family: Family) -> int:
+    """Rows of the table of types of texts."""
+    if "type_vocab_size" not in family.keys:
+        return 0
+    return config.integer("type_vocab_size", low=0 if family.types_may_lack else 1)
+
+
 def words_of(config: HfConfig, family: Family) -> tuple[int, int]:
     """Words that are written, and how many more only the embedding has: Apertus 1.5's pictures and sounds, Llama 3.2's picture.
 

@@ -20,7 +20,7 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "latent attention within windows, and rotary keys that are normed": ("dots3_note", "dots3_note_text"),
     "queries and keys that are convolved over tokens": ("zaya",),
     "an encoder alone, of a kind that few embedding models have": (
-        "bert-generation", "big_bird", "convbert", "ernie", "flaubert",
+        "bert-generation", "big_bird", "convbert", "flaubert",
         "megatron-bert", "mobilebert", "rembert", "roberta-prelayernorm", "roc_bert", "roformer", "squeezebert", "xlm",
         "xlm-roberta-xl", "xmod"),
     "an encoder whose queries, keys and values lie by head, and whose rows of distances have no norm": ("deberta",),

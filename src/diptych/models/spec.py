@@ -257,7 +257,8 @@ class ModelSpec:
     stream's width; 0: they have it.
     n_position_embeddings: rows of a learned table of positions, which is added to the embedding; the first `first_position` of
     them stand for none. n_token_types: rows of a table of which one is added to each token, by which text of a pair it is of,
-    0: there is none. computes_positions: they are sines and cosines, which no checkpoint has. low_rank: of a branch beside
+    0: there is none. n_task_types: rows of another, of which the first is added to every token, 0: there is none.
+    computes_positions: they are sines and cosines, which no checkpoint has. low_rank: of a branch beside
     each layer's attention (LAuReL, arXiv 2411.07501), 0: there is none. norm_rank: of what gates norms before attention and
     before mixtures, 0: nothing does. has_inner_norms: what heads give and inner values of dense MLPs are normed before they
     are projected. scales_layers: behind each layer the stream is multiplied by a number of the layer's. residual_temperature:
@@ -299,6 +300,7 @@ class ModelSpec:
     n_position_embeddings: int = 0
     first_position: int = 0
     n_token_types: int = 0
+    n_task_types: int = 0
     low_rank: int = 0
     norm_rank: int = 0
     has_inner_norms: bool = False
