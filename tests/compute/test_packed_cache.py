@@ -28,10 +28,12 @@ from diptych.compute.ops.cpus import Placement
 from diptych.compute.packed_cache import PackedCache
 from diptych.compute.runner import load_model
 from diptych.cost.profile import load_profile
+from diptych.engine.llm import LLM
 from diptych.engine.load import profile_gap
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.files import WHOLE_FILE
+from encoder_files import make_plain
 from gguf_files import gguf_reference, write_gguf
 from mlx_files import DATA as MLX_DATA
 from stepping import Stepper
@@ -97,6 +99,20 @@ def test_a_second_start_has_the_bits_of_the_first(family: str, weights: str, tmp
     )
     assert [path.name for path in entries(folder)] == [entry.name]
     assert (entry / WHOLE_FILE).stat().st_mtime_ns == before.st_mtime_ns, "it was written again"
+
+
+@pytest.mark.parametrize("kind", ["albert", "electra-small", "deberta-v2", "deberta-v2-apart", "ernie"])
+def test_encoders_come_back_from_the_cache(kind: str, tmp_path: Path, folder: Path) -> None:
+    """Also rows that are made of several tensors, and layers that have the weights of another."""
+    path = make_plain(tmp_path / "model", kind, dtype=torch.bfloat16)
+    first = LLM(path, backend="cpu", weights="int8", threads=1)
+    (entry,) = entries(folder)
+    before = (entry / WHOLE_FILE).stat().st_mtime_ns
+    second = LLM(path, backend="cpu", weights="int8", threads=1)
+    vectors = [llm.embed([PROMPT])[0].vector for llm in (first, second)]
+    np.testing.assert_array_equal(*vectors)
+    assert first.loaded.model.revision == second.loaded.model.revision
+    assert (entry / WHOLE_FILE).stat().st_mtime_ns == before, "it was written again"
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8"])

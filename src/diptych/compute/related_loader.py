@@ -63,7 +63,7 @@ class RelatedTensor(WeightTensor):
         scale: float,
     ) -> None:
         (self._weight,), (self._bias,) = projection.weights, projection.biases
-        self.name = f"{self._weight.name} of {rows.name}[{head.start}:{head.stop}]"
+        self.name = f"{self._weight.name}[{head.start}:{head.stop} of distances]"
         self.shape = (rows.shape[0], head.stop - head.start)
         self.random_seed = None if rows.random_seed is None else rows.random_seed + head.start + 1
         self._rows, self._norm, self._head = rows, norm, head
@@ -116,16 +116,19 @@ def _related(
     if related.is_normed:
         norm = norm_parts(layer.source, f"{layer.of_model}encoder.LayerNorm", layer.spec)
     q, k = layer.names.qkv[:2] if related.is_shared else ("self.pos_query_proj", "self.pos_key_proj")
-    made = []
+    made, beside = [], [rows]
+    if norm is not None:
+        beside += [norm.weight] if norm.bias is None else [norm.weight, norm.bias]
     for one in (k, q):
         projection = layer.linear(root, (one,), (spec.n_heads * width,), hidden, has_bias=True)
+        beside += [] if related.is_shared else projection.biases
         heads = (slice(head * width, (head + 1) * width) for head in range(spec.n_heads))
         of_heads = (
             RelatedTensor(rows, norm, projection, head, eps=layer.spec.norm_eps, scale=spec.scale) for head in heads
         )
         made.append(tuple(LinearParts(weights=(tensor,)) for tensor in of_heads))
     places = PlacesTensor(related, layer.spec.max_context_tokens - 1)
-    return RelatedParts(keys=made[0], queries=made[1], places=places)
+    return RelatedParts(keys=made[0], queries=made[1], places=places, beside=tuple(beside))
 
 
 def unadapted(qkv: LinearParts, spec: AttentionLayer) -> LinearParts:

@@ -165,11 +165,13 @@ class IndexParts:
 class RelatedParts:
     """What scores gain of contents and distances (`Related`): of each head [n_places, d] what its queries meet, and what its
     keys do, both times the scores' scale; places [2 reach + 1]: the row of each distance from a key to a query, from -reach on.
+    beside: of what the first two are made, those tensors that nothing else is made of but them.
     """
 
     keys: tuple[LinearParts, ...]
     queries: tuple[LinearParts, ...]
     places: WeightTensor
+    beside: tuple[WeightTensor, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,8 +137,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         """
         if head is not None and is_table_too(head, tensor):
             return head
-        if tensor.stored:  # not what is made anew each time
-            self.plain[tensor.name] = tensor
+        self.plain |= {one.name: one for one in tensor.stored}
         values = tensor.read().contiguous()
         return TableHandle(index=self.program.add_table(values.detach()), width=tensor.shape[1])
 
@@ -221,6 +220,7 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         """The layer's native attention shape; layers with equal rotary specs share one table."""
         own = self.rank.heads(spec.n_heads, spec.n_kv_heads)
         self._heads[spec.layer] = spec, own
+        self.plain |= {one.name: one for one in (() if related is None else related.beside)}
         mine = slice(0, 0) if own is None else slice(own.first_head, own.first_head + own.n_heads)
         norms = [
             None if norm is None else self._vector(norm, norm_offset, rows=rows)
