@@ -16,10 +16,10 @@ from functools import partial
 
 import torch
 
-from diptych.compute.ops.device_codes import CodedWeight
 from diptych.compute.ops.gpu import products
 from diptych.compute.ops.gpu.attention import attend, item_tokens
 from diptych.compute.ops.gpu.latents import attend_latents, multiply_heads
+from diptych.compute.ops.torch.device_codes import CodedWeight
 from diptych.ground.formats import OFFSET_GRIDS, DeviceFormat
 
 # outputs and inputs of a layer of Llama 3.1 8B and of Qwen2.5 0.5B; a gate has twice the rows

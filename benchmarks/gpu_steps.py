@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from diptych.compute.ops import torch_model
+from diptych.compute.ops.torch import model as torch_model
 from diptych.compute.runner import random_model
 from diptych.engine.load import local_predictor
 from diptych.ground.config import ComputeConfig

@@ -25,7 +25,7 @@ from random_checkpoint import write_checkpoint, write_tokenizer
 from rich.console import Console
 from rich.table import Table
 
-from diptych.compute.quant import save_quantised
+from diptych.compute.loading.quant import save_quantised
 from diptych.compute.runner import load_model
 from diptych.engine.llm import LLM
 from diptych.ground.config import ComputeConfig, EngineConfig

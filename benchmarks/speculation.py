@@ -30,9 +30,9 @@ from time import perf_counter, process_time
 
 import torch
 
-from diptych.compute.heads import TargetTensors
+from diptych.compute.drafting.heads import TargetTensors
+from diptych.compute.loading.weights import RandomSource
 from diptych.compute.runner import random_model
-from diptych.compute.weights import RandomSource
 from diptych.control.speculation import Guesser
 from diptych.cost.drafts.acceptance import chances_at, expected_tokens
 from diptych.cost.drafts.prices import DraftPrices

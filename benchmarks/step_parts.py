@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from diptych.compute.ceilings import Ceilings, machine_ceilings
-from diptych.compute.ops.cpu_kernels import measure_signal_s
-from diptych.compute.ops.cpu_model import CpuModel
+from diptych.compute.ops.cpu.kernels import measure_signal_s
+from diptych.compute.ops.cpu.model import CpuModel
 from diptych.compute.runner import random_model
 from diptych.cost.components import ATTENTION
 from diptych.engine.cost_view import CostView

@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.model import Model, Want
-from diptych.compute.ops.cpu_kernels import _cpu
+from diptych.compute.ops.cpu.kernels import _cpu
 from diptych.compute.runner import random_model
 from diptych.ground.config import ComputeConfig
 from diptych.lab.rounds import Effort, Sampler, burst, measure

@@ -27,13 +27,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.utils.quantization_config import FbgemmFp8Config, FineGrainedFP8Config
 
 from checkpoints import make_checkpoint
-from diptych.compute.coded import CodedCheckpoint
-from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.formats.coded import CodedCheckpoint
+from diptych.compute.ops.cpu.kernels import instruction_sets
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.models.config import HfConfig, read_config_file
 from diptych.models.contents import contents_of
-from diptych.models.quantised import quantisation_of
+from diptych.models.quantised.method import quantisation_of
 from stepping import Stepper
 
 Tensors = dict[str, torch.Tensor]

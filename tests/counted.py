@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from diptych.compute.decoder_loader import load_decoder
-from diptych.compute.weights import RandomSource
+from diptych.compute.loading.decoder import load_decoder
+from diptych.compute.loading.weights import RandomSource
 from diptych.models.spec import ModelSpec
 
 

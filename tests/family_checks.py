@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import one_row_less
-from diptych.compute.quant import save_quantised
+from diptych.compute.loading.quant import save_quantised
 from diptych.compute.runner import load_model, memory_of_block
 from diptych.cost.kv_bytes import kv_bytes_per_token
 from diptych.ground.config import ComputeConfig

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from diptych.compute.batch import ForwardBatch
-from diptych.compute.ops import cpu_kernels as cpu
+from diptych.compute.ops.cpu import kernels as cpu
 from diptych.compute.ops.tolerances import OPS, EdgeShape
 from diptych.ground.formats import KV_IN_BYTES
 

@@ -16,7 +16,7 @@ import torch
 
 from diptych.compute import rank
 from diptych.compute.model import Model
-from diptych.compute.ops.cpu_kernels import _cpu
+from diptych.compute.ops.cpu.kernels import _cpu
 from diptych.compute.ops.ranks import Ranks
 from diptych.compute.runner import build_over_ranks, open_blueprint
 from diptych.ground.config import ComputeConfig

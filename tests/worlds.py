@@ -15,7 +15,7 @@ import torch
 from checkpoints import VOCAB
 from diptych.compute.kv_store import KVPayload
 from diptych.compute.model import Model
-from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.ops.cpu.kernels import instruction_sets
 from diptych.compute.runner import load_model
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig

@@ -28,9 +28,9 @@ from coded_files import (
     quark,
 )
 from diptych.cli.inspect import facts_of
-from diptych.compute.ops.cpu_handles import native_shape
-from diptych.compute.ops.cpu_kernels import _cpu, instruction_sets
-from diptych.compute.quant import save_quantised
+from diptych.compute.loading.quant import save_quantised
+from diptych.compute.ops.cpu.handles import native_shape
+from diptych.compute.ops.cpu.kernels import _cpu, instruction_sets
 from diptych.compute.runner import load_model
 from diptych.cost.memory import engine_weight_bytes
 from diptych.engine.load import bundled_dir

@@ -16,7 +16,7 @@ from diptych.cluster.core import ClusterCore
 from diptych.cluster.messages import Facts, Parcel, ToWorker
 from diptych.cluster.slots import Mapped
 from diptych.cluster.worker import Worker
-from diptych.compute.structured import GrammarCompiler
+from diptych.compute.sampling.structured import GrammarCompiler
 from diptych.engine.adapters import Adapters
 from diptych.engine.engine import Engine
 from diptych.engine.executor import ModelExecutor

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from diptych.compute.ops.torch_loader import TorchLoader
-from diptych.compute.ops.torch_ops import TorchOps
+from diptych.compute.ops.torch.loader import TorchLoader
+from diptych.compute.ops.torch.ops import TorchOps
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

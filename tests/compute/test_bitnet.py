@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
 from coded_files import TOKENS, bitnet, logits_of, quantised_checkpoints
-from diptych.compute.coded import CodedCheckpoint
-from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.formats.coded import CodedCheckpoint
+from diptych.compute.ops.cpu.kernels import instruction_sets
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.contents import contents_of
-from diptych.models.quantised import quantisation_of
+from diptych.models.quantised.method import quantisation_of
 
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "attention_bias": False}
 ONLINE = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from bitsandbytes_files import DATA, DIGESTS, KINDS, MORE_KINDS, digest, quantise
 from coded_files import logits_of, said_in_use
-from diptych.compute.coded import CodedCheckpoint
-from diptych.compute.coded_matrices import LEVEL_TABLES, TableMatrix, TableState
+from diptych.compute.formats.coded import CodedCheckpoint
+from diptych.compute.formats.matrices import LEVEL_TABLES, TableMatrix, TableState
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig, read_json
-from diptych.models.quantised import quantisation_of
+from diptych.models.quantised.method import quantisation_of
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
 STATE = f"{DOWN}.quant_state.bitsandbytes__nf4"

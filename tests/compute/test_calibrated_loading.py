@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from test_packed_cache import AtOnce, entries
 
 from checkpoints import make_checkpoint
-from diptych.compute import balance, packed_cache, runner
-from diptych.compute.calibration import Calibration, measured_inputs, received, sent
+from diptych.compute import runner
+from diptych.compute.loading import balance, packed_cache
+from diptych.compute.loading.calibration import Calibration, measured_inputs, received, sent
+from diptych.compute.loading.quant import save_quantised
 from diptych.compute.model import Model
-from diptych.compute.ops import cpu_kernels
 from diptych.compute.ops.contract import WeightTensor
-from diptych.compute.quant import save_quantised
+from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.compute.runner import load_model, open_blueprint
 from diptych.engine.load import bundled_dir
 from diptych.engine.text.tokenizer import Tokenizer

@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 
 from checkpoints import make_checkpoint
 from diptych.cli.quantize import app
-from diptych.compute.calibration import DIRECTIONS, measured_inputs
+from diptych.compute.loading.calibration import DIRECTIONS, measured_inputs
+from diptych.compute.loading.quant import save_quantised
+from diptych.compute.loading.weights import Checkpoint
 from diptych.compute.model import Blueprint, draw_blueprint
-from diptych.compute.ops import cpu_kernels
-from diptych.compute.ops.cpu_handles import native_shape
-from diptych.compute.ops.cpu_loader import CpuLoader
-from diptych.compute.quant import save_quantised
+from diptych.compute.ops.cpu import kernels as cpu_kernels
+from diptych.compute.ops.cpu.handles import native_shape
+from diptych.compute.ops.cpu.loader import CpuLoader
 from diptych.compute.runner import load_model
-from diptych.compute.weights import Checkpoint
 from diptych.engine.load import bundled_dir
 from diptych.engine.phases import TwoPhase
 from diptych.engine.text.tokenizer import Tokenizer

@@ -30,13 +30,13 @@ from coded_files import (
     quark,
     whole_fp8,
 )
-from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.ops.cpu.kernels import instruction_sets
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.contents import contents_of
-from diptych.models.quantised import quantisation_of
+from diptych.models.quantised.method import quantisation_of
 
 native = [
     pytest.mark.native,

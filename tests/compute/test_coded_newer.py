@@ -23,13 +23,13 @@ from coded_files import (
     opened,
     quantised_checkpoints,
 )
-from diptych.compute.coded import CodedCheckpoint
-from diptych.compute.coded_matrices import CodedParts
+from diptych.compute.formats.coded import CodedCheckpoint
+from diptych.compute.formats.matrices import CodedParts
 from diptych.compute.ops.made import MadeTensor
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig, read_config_file, read_json
 from diptych.models.contents import contents_of
-from diptych.models.quantised import quantisation_of
+from diptych.models.quantised.method import quantisation_of
 from newer_files import (
     aqlm,
     awq_gemv,

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from coded_files import Tensors, damaged, logits_of, said_in_use
-from diptych.compute.coded import CodedCheckpoint
+from diptych.compute.formats.coded import CodedCheckpoint
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig, read_json
 from diptych.models.contents import contents_of
-from diptych.models.quantised import quantisation_of
+from diptych.models.quantised.method import quantisation_of
 from stacked_files import KINDS, original_stacks, stacked_checkpoints
 
 UP, DOWN = "model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import diptych
-from diptych.compute.ops import cpu_kernels
-from diptych.compute.ops.cpu_kv import CpuKVStore
+from diptych.compute.ops.cpu import kernels as cpu_kernels
+from diptych.compute.ops.cpu.kv import CpuKVStore
 from diptych.compute.ops.cpus import Cpu, Placement, allowed_cpus, choose_cpus, parse_list
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig

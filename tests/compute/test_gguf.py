@@ -13,16 +13,16 @@ import transformers
 from golden import ask_reference, check_golden
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from diptych.compute.gguf import GgufCheckpoint
-from diptych.compute.gguf_codes import FEW_BITS
-from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.formats.gguf import GgufCheckpoint
+from diptych.compute.formats.gguf_codes import FEW_BITS
+from diptych.compute.ops.cpu.kernels import instruction_sets
 from diptych.compute.runner import load_model
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
 from diptych.models.contents import contents_of
-from diptych.models.gguf import count_parameters, load_gguf_spec, read_config
-from diptych.models.gguf_file import BLOCK_TYPES, open_gguf
+from diptych.models.gguf.checkpoint import count_parameters, load_gguf_spec, read_config
+from diptych.models.gguf.file import BLOCK_TYPES, open_gguf
 from gguf_files import ARCHITECTURES, Tensors, gguf_reference, joined, quantised, write_gguf
 from stepping import Stepper
 

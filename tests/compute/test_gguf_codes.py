@@ -11,12 +11,12 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from diptych.compute.gguf import dequantised
-from diptych.compute.gguf_codes import FEW_BITS, codes_of
-from diptych.compute.gguf_lattices import LEVELS as LATTICE_LEVELS
-from diptych.compute.ops.device_codes import halved_powers
+from diptych.compute.formats.gguf import dequantised
+from diptych.compute.formats.gguf_codes import FEW_BITS, codes_of
+from diptych.compute.formats.gguf_lattices import LEVELS as LATTICE_LEVELS
+from diptych.compute.ops.torch.device_codes import halved_powers
 from diptych.ground.formats import GGUF_KEPT as KEPT
-from diptych.models.gguf_file import BLOCK_TYPES
+from diptych.models.gguf.file import BLOCK_TYPES
 
 TABLES = {
     "iq4_nl": np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]),

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from checkpoints import make_checkpoint, make_reference
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
-from diptych.models.gguf import load_gguf_spec
-from diptych.models.gguf_file import open_gguf
+from diptych.models.gguf.checkpoint import load_gguf_spec
+from diptych.models.gguf.file import open_gguf
 from gguf_files import ARCHITECTURES, gguf_reference, write_gguf
 from llama_cpp import llama_cpp_source
 from republished import REPUBLISHED

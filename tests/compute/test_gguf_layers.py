@@ -13,8 +13,8 @@ from diptych.compute.runner import load_model
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
-from diptych.models.gguf import count_parameters, load_gguf_spec
-from diptych.models.gguf_file import open_gguf
+from diptych.models.gguf.checkpoint import count_parameters, load_gguf_spec
+from diptych.models.gguf.file import open_gguf
 from gguf_files import Tensors, gguf_reference, write_gguf
 from gguf_layers import searched_metadata
 

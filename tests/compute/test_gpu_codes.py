@@ -19,13 +19,13 @@ from test_torch_ops import noise
 from checkpoints import make_checkpoint
 from coded_files import awq, block_fp8, compressed, gptq, mxfp4_checkpoint, quantised_checkpoints
 from diptych.compute import runner
-from diptych.compute.gguf_codes import codes_of
+from diptych.compute.formats.gguf_codes import codes_of
 from diptych.compute.model import Model
-from diptych.compute.ops import torch_model
 from diptych.compute.ops.contract import Activation, LinearParts
 from diptych.compute.ops.contract_parts import Codes
-from diptych.compute.ops.device_codes import SCALE_DTYPES, CodedWeight, JoinedWeight
-from diptych.compute.ops.torch_loader import TorchLinear, TorchLoader
+from diptych.compute.ops.torch import model as torch_model
+from diptych.compute.ops.torch.device_codes import SCALE_DTYPES, CodedWeight, JoinedWeight
+from diptych.compute.ops.torch.loader import TorchLinear, TorchLoader
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError

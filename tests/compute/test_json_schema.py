@@ -7,7 +7,7 @@ import time
 import jsonschema_rs
 import pytest
 
-from diptych.compute.json_schema import MAX_SCHEMA_DEPTH, holdable
+from diptych.compute.sampling.json_schema import MAX_SCHEMA_DEPTH, holdable
 from diptych.ground.errors import GrammarError
 
 A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -21,9 +21,9 @@ import xxhash
 from checkpoints import make_checkpoint
 from diptych.compute.kv_store import KVStore, TorchKVStore
 from diptych.compute.model import Model
-from diptych.compute.ops import cpu_kernels
-from diptych.compute.ops.cpu_kernels import instruction_sets
-from diptych.compute.ops.cpu_kv import BACKED_BYTES, CpuKVStore
+from diptych.compute.ops.cpu import kernels as cpu_kernels
+from diptych.compute.ops.cpu.kernels import instruction_sets
+from diptych.compute.ops.cpu.kv import BACKED_BYTES, CpuKVStore
 from diptych.compute.runner import load_model, memory_of_block
 from diptych.cost.kv_bytes import kv_bytes_of_context, kv_bytes_per_token, state_bytes
 from diptych.cost.parameters import kv_bytes_stored

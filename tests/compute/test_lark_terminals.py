@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from diptych.compute.lark_terminals import MOST_WRITTEN, check_terminals
-from diptych.compute.structured import _grammar_text
+from diptych.compute.sampling.lark_terminals import MOST_WRITTEN, check_terminals
+from diptych.compute.sampling.structured import _grammar_text
 from diptych.ground.errors import GrammarError
 from diptych.ground.request import StructuredSpec
 

@@ -12,19 +12,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from coded_files import said_in_use
-from diptych.compute.coded import CodedCheckpoint
-from diptych.compute.mlx import WITH_ONE_ADDED
+from diptych.compute.formats.coded import CodedCheckpoint
+from diptych.compute.formats.mlx import WITH_ONE_ADDED
+from diptych.compute.loading.quant import save_quantised
 from diptych.compute.ops.contract import LinearParts
-from diptych.compute.ops.device_codes import CodedWeight
-from diptych.compute.ops.torch_loader import TorchLoader
-from diptych.compute.quant import save_quantised
+from diptych.compute.ops.torch.device_codes import CodedWeight
+from diptych.compute.ops.torch.loader import TorchLoader
 from diptych.compute.runner import load_model
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import HfConfig, read_json
 from diptych.models.contents import contents_of
-from diptych.models.quantised import quantisation_of
+from diptych.models.quantised.method import quantisation_of
 from diptych.models.read import load_model_file
 from mlx_files import DATA, KINDS, PROMPT, logits_by_mlx, quantise
 from stepping import Stepper

@@ -12,11 +12,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from checkpoints import make_checkpoint, make_reference
 from coded_files import MXFP4, mxfp4_checkpoint, random_blocks
+from diptych.compute.loading.quant import save_quantised
+from diptych.compute.loading.views import Mxfp4Tensor
 from diptych.compute.ops.contract import WeightTensor
-from diptych.compute.ops.cpu_kernels import instruction_sets
-from diptych.compute.quant import save_quantised
+from diptych.compute.ops.cpu.kernels import instruction_sets
 from diptych.compute.runner import load_model
-from diptych.compute.views import Mxfp4Tensor
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import KEPT_MXFP4

@@ -21,11 +21,12 @@ import torch
 
 from checkpoints import FAMILIES, MORE_FAMILIES, make_checkpoint
 from coded_files import awq, gptq, quantised_checkpoints
-from diptych.compute import packed_cache, quant, runner
+from diptych.compute import runner
+from diptych.compute.loading import packed_cache, quant
+from diptych.compute.loading.packed_cache import PackedCache
 from diptych.compute.model import Model
-from diptych.compute.ops import cpu_loader
+from diptych.compute.ops.cpu import loader as cpu_loader
 from diptych.compute.ops.cpus import Placement
-from diptych.compute.packed_cache import PackedCache
 from diptych.compute.runner import load_model
 from diptych.cost.profile import load_profile
 from diptych.engine.llm import LLM
@@ -137,7 +138,7 @@ def test_kept_values_come_back_from_the_cache(
     made = awq(32) if layout == "awq" else gptq(4, 32, symmetric=True, act_order=True)
     path, _ = quantised_checkpoints(original, tmp_path, made)
     first = load(path, "auto")
-    monkeypatch.setattr("diptych.compute.coded.CodedTensor.codes", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr("diptych.compute.formats.coded.CodedTensor.codes", lambda *_: pytest.fail("read again"))
     second = load(path, "auto")
     kept = "group4-g32-f16-zeros" if layout == "awq" else "group4-g32-f16"
     assert first.weights_format == second.weights_format == kept
@@ -182,7 +183,7 @@ def test_joined_projections_of_several_types_keep_their_values(
     over_ranks = load_over_threads(path, ComputeConfig(backend="cpu", threads=2, tp=2))
     assert torch.equal(whole, logits(over_ranks))
     over_ranks.close()
-    monkeypatch.setattr("diptych.compute.gguf.codes_of", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr("diptych.compute.formats.gguf.codes_of", lambda *_: pytest.fail("read again"))
     second = load(path, "auto")
     assert torch.equal(whole, logits(second))
     assert (first.revision, first.formats) == (second.revision, second.formats)
@@ -202,7 +203,7 @@ def test_some_rows_of_a_kept_tensor_come_back_from_the_cache(
     first = load(path, "auto")
     (entry,) = entries(folder)
     before = (entry / WHOLE_FILE).stat()
-    monkeypatch.setattr("diptych.compute.gguf.codes_of", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr("diptych.compute.formats.gguf.codes_of", lambda *_: pytest.fail("read again"))
     second = load(path, "auto")
     assert "thrown away" not in caplog.text
     assert (entry / WHOLE_FILE).stat().st_mtime_ns == before.st_mtime_ns
@@ -219,7 +220,7 @@ def test_a_gguf_file_is_dequantised_once(
         gguf_reference(family), tmp_path / "m.gguf", choose=lambda name: "Q8_0" if "ffn_up" in name else "F16"
     )
     first = load(path)
-    monkeypatch.setattr("diptych.compute.gguf.dequantised", lambda *_: pytest.fail("dequantised again"))
+    monkeypatch.setattr("diptych.compute.formats.gguf.dequantised", lambda *_: pytest.fail("dequantised again"))
     assert torch.equal(logits(first), logits(load(path)))
 
 

@@ -13,7 +13,7 @@ from transformers.integrations.gemma_quant import QuantizedEmbedding
 
 from checkpoints import make_checkpoint
 from coded_files import TOKENS, gemma, logits_of, packed_bytes, quantised_checkpoints
-from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.ops.cpu.kernels import instruction_sets
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.models.config import read_json

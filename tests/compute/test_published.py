@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from diptych.compute.held import _Measure
-from diptych.compute.mlx import MlxCheckpoint
+from diptych.compute.formats.mlx import MlxCheckpoint
+from diptych.compute.loading.held import _Measure
+from diptych.compute.loading.weights import RandomSource, RandomTensor
 from diptych.compute.model import draw_blueprint
-from diptych.compute.ops import cpu_kernels
-from diptych.compute.weights import RandomSource, RandomTensor
+from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
 from diptych.models.config import HfConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diptych.compute.random_codes import CodedRandomSource, CodedRandomTensor
+from diptych.compute.formats.random_codes import CodedRandomSource, CodedRandomTensor
 from diptych.compute.runner import random_model
 from diptych.engine.cost_view import CostView
 from diptych.ground.config import ComputeConfig

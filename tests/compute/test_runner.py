@@ -15,7 +15,7 @@ from checkpoints import make_checkpoint, make_reference
 from diptych.compute import runner
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.model import Want
-from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.ops.cpu.kernels import instruction_sets
 from diptych.compute.runner import choose_backend, load_model, random_model
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError

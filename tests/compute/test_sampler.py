@@ -17,10 +17,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from diptych.compute.drawing import Drawing, PlainDrawing, draw, uniform
-from diptych.compute.ops import cpu_kernels
-from diptych.compute.ops.cpu_model import CpuModel
-from diptych.compute.sampler import Sampler
+from diptych.compute.ops.cpu import kernels as cpu_kernels
+from diptych.compute.ops.cpu.model import CpuModel
+from diptych.compute.sampling.drawing import Drawing, PlainDrawing, draw, uniform
+from diptych.compute.sampling.sampler import Sampler
 from diptych.ground.errors import BadSampling, InternalError, SequenceError
 from diptych.ground.request import SamplingParams
 from diptych.ground.step import SequenceStart

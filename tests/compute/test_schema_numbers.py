@@ -10,9 +10,9 @@ import jsonschema_rs
 import llguidance
 import pytest
 
-from diptych.compute.json_schema import holdable
-from diptych.compute.schema_numbers import MOST_NUMBER, check_numbers, narrowed
-from diptych.compute.structured import _grammar_text
+from diptych.compute.sampling.json_schema import holdable
+from diptych.compute.sampling.schema_numbers import MOST_NUMBER, check_numbers, narrowed
+from diptych.compute.sampling.structured import _grammar_text
 from diptych.ground.errors import GrammarError
 from diptych.ground.request import StructuredSpec
 

@@ -17,9 +17,9 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from diptych.compute import structured
-from diptych.compute.sampler import Sampler
-from diptych.compute.structured import GrammarCompiler
+from diptych.compute.sampling import structured
+from diptych.compute.sampling.sampler import Sampler
+from diptych.compute.sampling.structured import GrammarCompiler
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.errors import GrammarError, LoadError
 from diptych.ground.request import SamplingParams, StructuredSpec

@@ -24,8 +24,8 @@ from diptych.compute.ops.contract import (
     RopeSpec,
 )
 from diptych.compute.ops.tolerances import EDGE_SHAPES, OPS, EdgeShape
-from diptych.compute.ops.torch_loader import TorchAttention, TorchNorm
-from diptych.compute.ops.torch_ops import TorchOps
+from diptych.compute.ops.torch.loader import TorchAttention, TorchNorm
+from diptych.compute.ops.torch.ops import TorchOps
 from diptych.models.latent import MlaSpec
 from diptych.models.mlp import MoeSpec, Scores
 from diptych.models.positions import Distances, slopes

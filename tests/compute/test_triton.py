@@ -22,7 +22,7 @@ from diptych.compute.model import Model
 from diptych.compute.ops import reference
 from diptych.compute.ops.contract import Activation, AttentionSpec, LinearParts, RopeSpec
 from diptych.compute.ops.tolerances import EdgeShape
-from diptych.compute.ops.torch_loader import TorchAttention
+from diptych.compute.ops.torch.loader import TorchAttention
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.models.latent import IndexSpec, MlaSpec

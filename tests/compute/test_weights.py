@@ -17,14 +17,14 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from checkpoints import CLASSES, MORE, make_checkpoint
-from diptych.compute import weights
+from diptych.compute.loading import weights
+from diptych.compute.loading.weights import Checkpoint, resolve_model_dir
 from diptych.compute.runner import load_model
-from diptych.compute.weights import Checkpoint, resolve_model_dir
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError, UnsupportedModel
-from diptych.models.families import SUPPORTED, WRAPPERS
-from diptych.models.families_encoders import ENCODERS
-from diptych.models.families_wrapped import WRAPPED
+from diptych.models.families.encoders import ENCODERS
+from diptych.models.families.table import SUPPORTED, WRAPPERS
+from diptych.models.families.wrapped import WRAPPED
 from diptych.models.files import INDEX_FILE
 from republished import REPUBLISHED
 

@@ -15,7 +15,7 @@ import torch
 from checkpoints import make_checkpoint
 from coded_files import block_fp8, quantised_checkpoints
 from diptych.cli.inspect import facts_of
-from diptych.compute.quant import save_quantised
+from diptych.compute.loading.quant import save_quantised
 from diptych.compute.runner import load_model
 from diptych.cost.planner import gpu_notes
 from diptych.cost.profile import profile_path, read_profile

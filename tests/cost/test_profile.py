@@ -10,7 +10,7 @@ import pytest
 
 from diptych.cli.plan import app
 from diptych.cli.plan_picture import draw
-from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.ops.cpu.kernels import instruction_sets
 from diptych.compute.runner import load_model
 from diptych.cost.adapters import Loras
 from diptych.cost.advice import _variants

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.checkpoints import make_checkpoint
 
-from diptych.compute.ops import cpu_kernels
+from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel, bundled_dir, load
 from diptych.ground.config import ComputeConfig, EngineConfig, SchedulerConfig

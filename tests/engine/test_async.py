@@ -218,7 +218,7 @@ def test_crash_in_a_step_answers_every_open_request(loaded: LoadedModel) -> None
 
 LEFT_IN_NATIVE_CODE = """
 import threading, time
-from diptych.compute.ops.cpu_kernels import _cpu
+from diptych.compute.ops.cpu.kernels import _cpu
 
 def work():
     while True:

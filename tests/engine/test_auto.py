@@ -12,8 +12,8 @@ from tests.engine.test_drafters import counts, exact  # noqa: F401
 from tests.engine.test_heads import Fickle, make_heads
 from tests.engine.test_speculation import CASES, PROMPTS, said
 
-from diptych.compute.ops import cpu_kernels
-from diptych.compute.sampler import Sampler
+from diptych.compute.ops.cpu import kernels as cpu_kernels
+from diptych.compute.sampling.sampler import Sampler
 from diptych.engine.drafters import open_drafters
 from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel, bundled_dir, load

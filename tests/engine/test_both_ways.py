@@ -15,7 +15,7 @@ from tests.checkpoints import make_checkpoint
 from tests.embedding_files import make_classifier, make_embedder, oracle
 from tests.engine.conftest import BACKENDS, tiny_config
 
-from diptych.compute.ops import cpu_kernels
+from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.engine.llm import LLM
 from diptych.engine.load import bundled_dir
 from diptych.ground.config import ComputeConfig, SchedulerConfig

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from diptych.cli import bench, generate, lab, quantize
-from diptych.compute.ops import cpu_kernels
+from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.engine.calibration_text import BETWEEN_PASSAGES, SHIPPED, calibration_of
 from diptych.engine.llm import LLM
 from diptych.engine.load import bundled_dir, load

@@ -15,8 +15,8 @@ import pytest
 from tests.control.test_worlds import Referee, toy_seconds
 from tests.control.toy import ToyExecutor, toy_kv, toy_next
 
-from diptych.compute.draft_store import DraftStore
-from diptych.compute.drafter import DraftModel
+from diptych.compute.drafting.draft_store import DraftStore
+from diptych.compute.drafting.drafter import DraftModel
 from diptych.control.speculation import EveryGuess
 from diptych.cost.drafts.prices import DraftPrices
 from diptych.ground.clock import MonotonicClock

@@ -15,8 +15,8 @@ from tests.checkpoints import make_checkpoint
 from tests.engine.conftest import tiny_config
 from tests.engine.test_speculation import BASE, CASES, PROMPTS, SAMPLED, said, unpriced
 
-from diptych.compute.drafter import DraftModel
-from diptych.compute.ops import cpu_kernels
+from diptych.compute.drafting.drafter import DraftModel
+from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.control.speculation import NOTHING, EveryGuess
 from diptych.engine.drafters import open_drafters
 from diptych.engine.drafting import Drafting, Draftings

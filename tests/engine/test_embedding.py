@@ -14,9 +14,9 @@ from tests.embedding_files import PAIR_TEMPLATE, PROMPTS, judge, make_classifier
 from tests.engine.conftest import BACKENDS, tiny_config
 
 from diptych.compute.ceilings import Ceilings
-from diptych.compute.ops import cpu_kernels
+from diptych.compute.loading.quant import save_quantised
+from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.compute.pooler import read_head_rows
-from diptych.compute.quant import save_quantised
 from diptych.engine.engine import Engine
 from diptych.engine.llm import LLM
 from diptych.engine.report import PhaseObserver, phase_report

@@ -9,7 +9,7 @@ import pytest
 from tests.embedding_files import adapted_oracle, judge, make_adapter, make_embedder, oracle
 from tests.encoder_files import KINDS, make_cross_encoder, make_encoder
 
-from diptych.compute.ops import cpu_kernels
+from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.engine.llm import LLM
 from diptych.ground.errors import LoadError, RequestError
 

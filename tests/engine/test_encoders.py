@@ -23,9 +23,9 @@ from tests.encoder_files import (
 from tests.engine.conftest import BACKENDS, tiny_config
 from tests.thread_ranks import ThreadRanks
 
-from diptych.compute.ops import cpu_kernels
+from diptych.compute.loading.related import PlacesTensor
+from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.compute.ops.ranks import Ranks
-from diptych.compute.related_loader import PlacesTensor
 from diptych.cost.exchange import gathered
 from diptych.engine.llm import LLM
 from diptych.engine.phases import TwoPhase

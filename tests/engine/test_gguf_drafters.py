@@ -9,7 +9,7 @@ from tests.engine.test_drafters import counts
 from tests.engine.test_gguf_model import write_bundled
 from tests.engine.test_speculation import said, unpriced
 
-from diptych.compute.ops import cpu_kernels
+from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.engine.drafters import open_drafters
 from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel, bundled_dir, load

@@ -15,12 +15,12 @@ from tests.encoder_files import SIZES, make_plain, make_reference_encoder
 from tests.engine.test_encoders import FP32, POSITIONS, TEXTS
 from tests.gguf_files import write_gguf
 
-from diptych.compute.ops import cpu_kernels
+from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.cost.parameters import parameter_count
 from diptych.engine.llm import LLM
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.errors import LoadError, UnsupportedModel
-from diptych.models.gguf import load_gguf_spec
+from diptych.models.gguf.checkpoint import load_gguf_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 POOLED = {1: lambda states: states.mean(0), 2: lambda states: states[0]}

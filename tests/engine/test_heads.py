@@ -17,7 +17,7 @@ from tests.engine.conftest import tiny_config
 from tests.engine.test_drafters import counts
 from tests.engine.test_speculation import BASE, CASES, PROMPTS, SAMPLED, said, unpriced
 
-from diptych.compute.ops import cpu_kernels
+from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.control.speculation import NOTHING, EveryGuess, Wanted
 from diptych.engine.drafters import open_drafters
 from diptych.engine.llm import LLM

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.engine.conftest import tiny_config
 
-from diptych.compute.quant import CHECKSUMS, checksum
+from diptych.compute.loading.quant import CHECKSUMS, checksum
 from diptych.engine.load import LoadedModel
 from diptych.engine.phases import FORMAT, TwoPhase
 from diptych.ground.errors import CapacityError, LoadError, PromptTooLong, RequestError

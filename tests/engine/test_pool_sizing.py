@@ -12,9 +12,9 @@ import pytest
 import torch
 from tests.checkpoints import make_checkpoint
 
-from diptych.compute.ops.cpu_kernels import MOST_HEAD_DIM, MOST_LATENT_DIM
+from diptych.compute.loading.weights import Checkpoint
+from diptych.compute.ops.cpu.kernels import MOST_HEAD_DIM, MOST_LATENT_DIM
 from diptych.compute.runner import load_model
-from diptych.compute.weights import Checkpoint
 from diptych.cost.places import MAX_PLACES, MAX_STEP_S, places
 from diptych.engine import memory
 from diptych.engine.load import bundled_dir, load, make_engine, size_pool

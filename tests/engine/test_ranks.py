@@ -24,7 +24,7 @@ from tests.thread_ranks import free_address, load_over_threads
 
 from diptych.compute import rank
 from diptych.compute.ops import linked
-from diptych.compute.ops.cpu_kernels import _cpu, instruction_sets
+from diptych.compute.ops.cpu.kernels import _cpu, instruction_sets
 from diptych.compute.ops.linked import Carrier
 from diptych.engine.async_llm import AsyncLLM
 from diptych.engine.llm import LLM, Completion

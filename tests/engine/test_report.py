@@ -12,7 +12,7 @@ from tests.engine.conftest import tiny_config
 from tests.engine.test_speculation import unpriced
 
 from diptych.compute.ceilings import Ceilings, compute_dtype, is_measured_natively, machine_ceilings
-from diptych.compute.ops import cpu_kernels
+from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.compute.ops.cpus import Placement
 from diptych.engine import load as load_room
 from diptych.engine import report as report_room

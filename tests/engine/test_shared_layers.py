@@ -10,7 +10,7 @@ import torch
 from tests.checkpoints import make_checkpoint
 from tests.engine.conftest import tiny_config
 
-from diptych.compute.ops import cpu_kernels
+from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel, bundled_dir, load
 from diptych.engine.phases import TwoPhase

@@ -13,7 +13,7 @@ from tests.engine.conftest import tiny_config
 
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
-from diptych.compute.ops import cpu_kernels
+from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.control.blocks import root_digest
 from diptych.control.speculation import EveryGuess, NewDrafter
 from diptych.engine.llm import LLM, Completion

@@ -14,7 +14,7 @@ from tests.checkpoints import make_checkpoint
 from tests.engine.conftest import BACKENDS, tiny_config
 
 import diptych.engine.load as engine_load
-from diptych.compute.ops import cpu_kernels
+from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.control.speculation import EveryGuess
 from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel, bundled_dir, load

@@ -15,8 +15,8 @@ from tests.embedding_files import adapted_oracle, make_adapter, oracle, quiet
 from tests.encoder_files import unigram
 from tests.engine.conftest import tiny_config
 
-from diptych.compute.ops import cpu_kernels
-from diptych.compute.views import DistancesTensor
+from diptych.compute.loading.views import DistancesTensor
+from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.engine.llm import LLM
 from diptych.ground.config import SchedulerConfig
 from diptych.ground.errors import LoadError, UnsupportedModel

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from diptych.compute.coded_matrices import LEVEL_TABLES
+from diptych.compute.formats.matrices import LEVEL_TABLES
 
 # s8: whole numbers times an f16, which is the type that is told; e8m0 has none of these
 SOURCES = {"f32": 0, "bf16": 1, "f16": 2, "s8": 2, "e8m0": 0}

@@ -13,9 +13,9 @@ import torch
 from checkpoints import make_checkpoint
 from coded_files import Layout, awq, block_fp8, gptq, quantised_checkpoints, whole_fp8
 from diptych.compute.adapters import read_adapter
+from diptych.compute.loading.quant import save_quantised
 from diptych.compute.model import Model, Want
-from diptych.compute.ops.cpu_kernels import instruction_sets
-from diptych.compute.quant import save_quantised
+from diptych.compute.ops.cpu.kernels import instruction_sets
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ExecutorError

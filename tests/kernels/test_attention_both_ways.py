@@ -13,9 +13,9 @@ from test_ops import native_cache
 
 from checkpoints import make_checkpoint
 from diptych.compute.batch import ForwardBatch
-from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops import reference
 from diptych.compute.ops.contract import AttentionSpec
+from diptych.compute.ops.cpu import kernels as cpu
 from diptych.compute.ops.tolerances import EdgeShape
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import diptych
 from checkpoints import make_checkpoint
-from diptych.compute.balance import ScaledTensor
-from diptych.compute.calibration import Calibration
-from diptych.compute.ops import cpu_kernels
+from diptych.compute.loading.balance import ScaledTensor
+from diptych.compute.loading.calibration import Calibration
+from diptych.compute.loading.quant import save_quantised
 from diptych.compute.ops.contract import WeightTensor
-from diptych.compute.quant import save_quantised
+from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.compute.runner import load_model
 from diptych.engine.calibration_text import calibration_of
 from diptych.engine.text.words import tokenizer_of

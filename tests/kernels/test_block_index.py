@@ -12,8 +12,8 @@ import torch
 
 from checkpoints import make_checkpoint
 from diptych.compute.model import Model
-from diptych.compute.ops import cpu_kernels as cpu
-from diptych.compute.ops.cpu_ranks import cache_of, heads_of
+from diptych.compute.ops.cpu import kernels as cpu
+from diptych.compute.ops.cpu.ranks import cache_of, heads_of
 from diptych.compute.ops.shares import Rank
 from diptych.compute.ops.tolerances import EdgeShape
 from diptych.compute.runner import load_model, memory_of_block

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint, one_row_less
-from diptych.compute.ops.cpu_kernels import instruction_sets
-from diptych.compute.quant import save_quantised
+from diptych.compute.loading.quant import save_quantised
+from diptych.compute.ops.cpu.kernels import instruction_sets
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import LoadError

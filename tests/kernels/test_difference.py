@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checkpoints import make_checkpoint
-from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.ops.cpu.kernels import instruction_sets
 from diptych.compute.runner import load_model
 from diptych.cost.memory import engine_weight_bytes
 from diptych.ground.errors import LoadError

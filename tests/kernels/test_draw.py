@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from diptych.compute.ops import cpu_kernels as cpu
+from diptych.compute.ops.cpu import kernels as cpu
 
 pytestmark = [
     pytest.mark.native,

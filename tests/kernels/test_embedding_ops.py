@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from diptych.compute.ops import cpu_kernels as cpu
+from diptych.compute.ops.cpu import kernels as cpu
 from diptych.compute.ops.tolerances import EdgeShape
 from op_bench import Bench, check, make_batch, noise
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
 from diptych.compute.ops import reference
-from diptych.compute.ops.cpu_kernels import _cpu, instruction_sets
+from diptych.compute.ops.cpu.kernels import _cpu, instruction_sets
 from diptych.compute.runner import load_model
 from diptych.cost.kv_bytes import state_bytes
 from diptych.ground.config import ComputeConfig

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import FAMILIES, MORE_FAMILIES, make_checkpoint, make_reference
 from compute.golden import Golden, ask_reference, make_golden
-from diptych.compute.ops import cpu_kernels
+from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from stepping import Stepper

@@ -16,16 +16,16 @@ from test_stream_ops import T, others, torch_ops
 
 from checkpoints import make_checkpoint
 from diptych.compute.adapters import read_adapter
-from diptych.compute.heads import TargetTensors
-from diptych.compute.ops import cpu_kernels as cpu
+from diptych.compute.drafting.heads import TargetTensors
+from diptych.compute.loading.quant import save_quantised
+from diptych.compute.loading.views import ShiftingTensor
+from diptych.compute.loading.weights import Checkpoint
 from diptych.compute.ops import reference
+from diptych.compute.ops.cpu import kernels as cpu
 from diptych.compute.ops.shares import OwnHeads
 from diptych.compute.ops.tolerances import EdgeShape
 from diptych.compute.pooler import read_tail
-from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model, memory_of_block
-from diptych.compute.views import ShiftingTensor
-from diptych.compute.weights import Checkpoint
 from diptych.cost.kv_bytes import kv_bytes_per_token
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from checkpoints import make_checkpoint
+from diptych.compute.loading.quant import save_quantised
 from diptych.compute.model import Model
-from diptych.compute.ops.cpu_kernels import instruction_sets
-from diptych.compute.quant import save_quantised
+from diptych.compute.ops.cpu.kernels import instruction_sets
 from diptych.compute.runner import load_model, memory_of_block
 from diptych.cost.exchange import gathered
 from diptych.cost.kv_bytes import kv_bytes_of_context, kv_bytes_per_token

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_ops import KV_FORMATS, attended, native_cache, rows_in, sizes_of
 
-from diptych.compute.ops import cpu_kernels as cpu
+from diptych.compute.ops.cpu import kernels as cpu
 from diptych.compute.ops.tolerances import EdgeShape
 from diptych.ground.formats import KV_IN_BYTES
 from op_bench import Bench, make_batch, quantised

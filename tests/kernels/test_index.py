@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from checkpoints import make_checkpoint
 from diptych.compute.adapters import read_adapter
 from diptych.compute.batch import ForwardBatch
-from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops import reference
+from diptych.compute.ops.cpu import kernels as cpu
 from diptych.compute.ops.tolerances import EdgeShape
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from diptych.compute.batch import ForwardBatch
-from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops import reference
+from diptych.compute.ops.cpu import kernels as cpu
 from diptych.compute.ops.tolerances import EdgeShape
 from op_bench import Bench, make_batch, noise
 

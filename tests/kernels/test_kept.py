@@ -16,7 +16,7 @@ from bitsandbytes_files import DATA as BITSANDBYTES
 from bitsandbytes_files import fours
 from checkpoints import make_checkpoint
 from coded_files import Layout, awq, bitnet, block_fp8, gptq, quantised_checkpoints, whole_fp8
-from diptych.compute.ops.cpu_kernels import _cpu, instruction_sets
+from diptych.compute.ops.cpu.kernels import _cpu, instruction_sets
 from diptych.compute.runner import load_model
 from diptych.engine.load import bundled_dir
 from diptych.engine.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from checkpoints import make_checkpoint
-from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.ops.cpu.kernels import instruction_sets
 from diptych.compute.runner import load_model, memory_of_block
 from diptych.cost.kv_bytes import kv_bytes_per_token
 from diptych.ground.config import ComputeConfig

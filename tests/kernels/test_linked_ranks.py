@@ -11,9 +11,9 @@ import torch
 
 from checkpoints import make_checkpoint
 from diptych.compute.adapters import read_adapter
-from diptych.compute.calibration import Calibration, calibrated
+from diptych.compute.loading.calibration import Calibration, calibrated
 from diptych.compute.model import Want
-from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.ops.cpu.kernels import instruction_sets
 from diptych.compute.runner import load_model, open_blueprint
 from diptych.ground.config import ComputeConfig
 from lora import ALL, write_adapter

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from diptych.compute.batch import ForwardBatch
-from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops import reference
 from diptych.compute.ops.contract import Activation, AttentionSpec, RopeSpec
+from diptych.compute.ops.cpu import kernels as cpu
 from diptych.compute.ops.tolerances import EDGE_SHAPES, EdgeShape
 from diptych.ground.formats import KV_IN_BYTES
 from diptych.models.gates import PLAIN

@@ -10,7 +10,7 @@ import torch
 
 from checkpoints import FAMILIES, MORE_FAMILIES, make_checkpoint
 from diptych.compute.model import Model
-from diptych.compute.ops.cpu_kernels import instruction_sets
+from diptych.compute.ops.cpu.kernels import instruction_sets
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from worlds import KERNEL_SETS, after_prefix_hit, alone, beside, differing, prompt

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
-from diptych.compute.ops.cpu_kernels import instruction_sets
-from diptych.compute.quant import save_quantised
+from diptych.compute.loading.quant import save_quantised
+from diptych.compute.ops.cpu.kernels import instruction_sets
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
@@ -157,7 +157,7 @@ def test_a_full_disk_leaves_nothing_behind(packed: Path, tmp_path: Path, monkeyp
     def full(fd: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("diptych.compute.quant.os.fsync", full)
+    monkeypatch.setattr("diptych.compute.loading.quant.os.fsync", full)
     with pytest.raises(CapacityError, match="No space left on device"):
         save_quantised(packed.parent / "original", tmp_path / "new", weights="int8", threads=1)
     assert list(tmp_path.iterdir()) == []

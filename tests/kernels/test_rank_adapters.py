@@ -12,9 +12,9 @@ from checkpoints import make_checkpoint
 from coded_files import awq, quantised_checkpoints
 from diptych.compute.adapters import Adapter, read_adapter
 from diptych.compute.model import Model, Want
-from diptych.compute.ops.cpu_kernels import instruction_sets
-from diptych.compute.ops.cpu_model import CpuModel
-from diptych.compute.ops.cpu_ranks import RankedModel
+from diptych.compute.ops.cpu.kernels import instruction_sets
+from diptych.compute.ops.cpu.model import CpuModel
+from diptych.compute.ops.cpu.ranks import RankedModel
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, ExecutorError, LoadError

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import FAMILIES, MORE_FAMILIES, make_checkpoint
 from coded_files import Layout, awq, compressed, gptq, mxfp4_checkpoint, quantised_checkpoints
+from diptych.compute.loading.quant import save_quantised
 from diptych.compute.model import Model, Want
-from diptych.compute.ops.cpu_kernels import _cpu, instruction_sets
+from diptych.compute.ops.cpu.kernels import _cpu, instruction_sets
 from diptych.compute.ops.cpus import Cpu
 from diptych.compute.ops.shares import OwnHeads, Rank, copies_of_kv, rank_placements
-from diptych.compute.quant import save_quantised
 from diptych.compute.runner import load_model, memory_of_block
 from diptych.cost.exchange import gathered
 from diptych.ground.config import ComputeConfig

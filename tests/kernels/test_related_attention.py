@@ -10,9 +10,9 @@ import torch
 from test_ops import native_cache
 
 from diptych.compute.batch import ForwardBatch
-from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops import reference
 from diptych.compute.ops.contract import AttentionSpec
+from diptych.compute.ops.cpu import kernels as cpu
 from diptych.compute.ops.tolerances import EdgeShape
 from op_bench import Bench, check, make_batch, noise, rounded
 from worlds import KERNEL_SETS

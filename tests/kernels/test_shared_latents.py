@@ -11,7 +11,7 @@ import torch
 
 from checkpoints import make_checkpoint
 from diptych.compute.ops import reference
-from diptych.compute.ops.cpu_kernels import _cpu, instruction_sets
+from diptych.compute.ops.cpu.kernels import _cpu, instruction_sets
 from diptych.compute.ops.tolerances import EdgeShape
 from diptych.compute.runner import load_model
 from diptych.ground.errors import LoadError

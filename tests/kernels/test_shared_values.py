@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from diptych.compute.kv_store import TorchKVStore
-from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops import reference
 from diptych.compute.ops.contract import AttentionSpec, RopeSpec
+from diptych.compute.ops.cpu import kernels as cpu
 from diptych.compute.ops.tolerances import EdgeShape
-from diptych.compute.ops.torch_loader import TorchAttention
-from diptych.compute.ops.torch_ops import TorchOps
+from diptych.compute.ops.torch.loader import TorchAttention
+from diptych.compute.ops.torch.ops import TorchOps
 from op_bench import Bench, check, make_batch, noise, rounded
 from worlds import KERNEL_SETS
 

@@ -13,14 +13,14 @@ import torch
 
 from diptych.compute.batch import ForwardBatch, StatePlaces
 from diptych.compute.kv_store import TorchKVStore
-from diptych.compute.ops import cpu_kernels as cpu
 from diptych.compute.ops import reference
 from diptych.compute.ops.contract import AttentionSpec
-from diptych.compute.ops.cpu_handles import by_lanes
+from diptych.compute.ops.cpu import kernels as cpu
+from diptych.compute.ops.cpu.handles import by_lanes
 from diptych.compute.ops.shares import OwnHeads
 from diptych.compute.ops.tolerances import OPS
-from diptych.compute.ops.torch_loader import TorchAttention, TorchNorm, TorchRule
-from diptych.compute.ops.torch_ops import TorchOps
+from diptych.compute.ops.torch.loader import TorchAttention, TorchNorm, TorchRule
+from diptych.compute.ops.torch.ops import TorchOps
 from diptych.models.states import StateRule, StateSpec
 from op_bench import Bench, noise
 from worlds import KERNEL_SETS

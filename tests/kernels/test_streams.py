@@ -11,10 +11,10 @@ import torch
 
 from checkpoints import make_checkpoint
 from diptych.compute.adapters import read_adapter
-from diptych.compute.held import what_is_held
+from diptych.compute.loading.held import what_is_held
+from diptych.compute.loading.quant import save_quantised
 from diptych.compute.model import Model
-from diptych.compute.ops.cpu_kernels import instruction_sets
-from diptych.compute.quant import save_quantised
+from diptych.compute.ops.cpu.kernels import instruction_sets
 from diptych.compute.runner import load_model, memory_of_block
 from diptych.cost.exchange import gathered
 from diptych.cost.kv_bytes import kv_bytes_per_token

@@ -16,7 +16,7 @@ import torch
 
 from diptych.cli.plan import app as plan
 from diptych.compute.device_ceilings import cache_of, device_ceilings
-from diptych.compute.ops.torch_model import card_of
+from diptych.compute.ops.torch.model import card_of
 from diptych.compute.runner import random_model
 from diptych.cost import planner as planner_room
 from diptych.cost import profile as profile_room

@@ -12,8 +12,8 @@ from counted import loaded_parameters
 from diptych.cost.parameters import active_parameter_count, parameter_count
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
-from diptych.models.families import BY_MODEL_TYPE, FAMILIES
-from diptych.models.family import Family
+from diptych.models.families.family import Family
+from diptych.models.families.table import BY_MODEL_TYPE, FAMILIES
 from diptych.models.keys import HARMLESS, HARMLESS_ENDINGS
 from diptych.models.read import read_model
 from diptych.models.rope import ROPE_KEYS

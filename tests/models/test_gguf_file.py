@@ -14,8 +14,8 @@ import pytest
 from diptych.engine.text.gguf_vocabulary import gguf_tokenizer
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig, read_json
-from diptych.models.gguf import read_config
-from diptych.models.gguf_file import BLOCK_TYPES, GgufArray, find_gguf, open_gguf, shortest
+from diptych.models.gguf.checkpoint import read_config
+from diptych.models.gguf.file import BLOCK_TYPES, GgufArray, find_gguf, open_gguf, shortest
 from diptych.models.read import read_model
 
 

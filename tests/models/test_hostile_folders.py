@@ -16,8 +16,8 @@ import torch
 from bitsandbytes_files import DATA as BITSANDBYTES
 from checkpoints import make_checkpoint
 from coded_files import Layout, awq, compressed, gemma, gptq, mxfp4_checkpoint, mxfp8, quantised_checkpoints, quark
-from diptych.compute.held import what_is_held
-from diptych.compute.quant import save_quantised
+from diptych.compute.loading.held import what_is_held
+from diptych.compute.loading.quant import save_quantised
 from diptych.cost.setup import find_model
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.config import HfConfig

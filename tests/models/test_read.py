@@ -24,9 +24,9 @@ from diptych.cost.setup import find_model
 from diptych.cost.tables import model_spec
 from diptych.ground.errors import ConfigError, EngineError, LoadError, UnsupportedModel
 from diptych.models.config import MAX_JSON_DEPTH, HfConfig, read_json
-from diptych.models.families import BY_MODEL_TYPE, SUPPORTED
-from diptych.models.gguf import load_gguf_spec
-from diptych.models.gguf_architectures import ARCHITECTURES
+from diptych.models.families.table import BY_MODEL_TYPE, SUPPORTED
+from diptych.models.gguf.architectures import ARCHITECTURES
+from diptych.models.gguf.checkpoint import load_gguf_spec
 from diptych.models.mlp import Scores
 from diptych.models.positions import QueryScale
 from diptych.models.read import family_of, load_model_file, read_model

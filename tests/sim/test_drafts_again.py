@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from diptych.compute.sampler import Sampler
-from diptych.compute.structured import GrammarCompiler
+from diptych.compute.sampling.sampler import Sampler
+from diptych.compute.sampling.structured import GrammarCompiler
 from diptych.control.loop import EngineCore
 from diptych.control.recording import Recorder
 from diptych.control.speculation import Depths, EveryGuess

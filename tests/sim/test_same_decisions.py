@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from diptych.compute.runner import Model, load_model
-from diptych.compute.sampler import Sampler
+from diptych.compute.sampling.sampler import Sampler
 from diptych.control.loop import EngineCore
 from diptych.control.recording import Recorder
 from diptych.cost.setup import setup_of

@@ -1,7 +1,7 @@
 """`diptych inspect MODEL`: what a file or a folder holds, the memory it will need, and both phases on this machine.
 
 Headers are read, no matrix is: the answer comes in seconds for any size. What memory the weights take, as the files have them
-and in other formats, is counted by the engine's own loader (`compute.held`); both phases are the planner's.
+and in other formats, is counted by the engine's own loader (`compute.loading.held`); both phases are the planner's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from diptych.cli.plan_json import dump
 from diptych.cli.tables import amount, duration, page, plain_table
-from diptych.compute.held import Held, what_is_held
+from diptych.compute.loading.held import Held, what_is_held
 from diptych.cost.memory import engine_weight_bytes
 from diptych.cost.parameters import active_parameter_count, kv_bytes_stored, parameter_count
 from diptych.cost.planner import Plan, Question, gpu_notes, make_plan
@@ -33,7 +33,7 @@ from diptych.ground.formats import engine_quant, head_format, mean_bytes
 from diptych.ground.specs import QuantSpec
 from diptych.models.contents import Contents, contents_of
 from diptych.models.files import model_files
-from diptych.models.gguf_file import find_gguf
+from diptych.models.gguf.file import find_gguf
 from diptych.models.latent import CacheShape
 from diptych.models.spec import ModelSpec
 

@@ -10,8 +10,8 @@ import typer
 
 from diptych.cli import options
 from diptych.cli.options import console, loading_bar
-from diptych.compute.calibration import DIRECTIONS, calibrated
-from diptych.compute.quant import save_quantised
+from diptych.compute.loading.calibration import DIRECTIONS, calibrated
+from diptych.compute.loading.quant import save_quantised
 from diptych.engine.calibration_text import calibration_of
 from diptych.engine.load import model_dir
 from diptych.engine.text.tokenizer import Tokenizer

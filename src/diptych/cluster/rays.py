@@ -32,7 +32,7 @@ from diptych.cluster.messages import Batch, Facts, Hello, ModelCard, ToWorker
 from diptych.cluster.pool_config import OnCores, PoolConfig, crowding
 from diptych.cluster.runner import WorkerRunner
 from diptych.cluster.worker import Worker
-from diptych.compute.structured import GrammarCompiler
+from diptych.compute.sampling.structured import GrammarCompiler
 from diptych.cost.shared_machine import Speeds, judge
 from diptych.engine.adapters import Adapters
 from diptych.engine.async_llm import AsyncLLM

@@ -23,15 +23,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
-from diptych.compute.finite import are_finite
+from diptych.compute.loading.finite import are_finite
+from diptych.compute.loading.views import ScaledTensor
+from diptych.compute.loading.weights import FLOAT_DTYPES
 from diptych.compute.ops.contract import LinearParts, WeightTensor
-from diptych.compute.views import ScaledTensor
-from diptych.compute.weights import FLOAT_DTYPES
 from diptych.ground.bounds import real, shown, whole
 from diptych.ground.errors import CapacityError, LoadError
 from diptych.models.config import NUMBER_LIMIT, SIZE_LIMIT, read_json
-from diptych.models.families import AROUND_WRAPPED, WRAPPED_PREFIXES
-from diptych.models.families_encoders import ENCODERS
+from diptych.models.families.encoders import ENCODERS
+from diptych.models.families.table import AROUND_WRAPPED, WRAPPED_PREFIXES
 
 logger = logging.getLogger("diptych.compute")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from diptych.compute.ops.cpu_kernels import (
+from diptych.compute.ops.cpu.kernels import (
     is_available,
     measure_ops_per_s,
     measure_read_bytes_per_s,

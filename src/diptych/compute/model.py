@@ -19,15 +19,15 @@ import torch
 
 from diptych.compute.adapters import Adapter
 from diptych.compute.batch import ForwardBatch, StatePlaces
-from diptych.compute.decoder import run_decoder
-from diptych.compute.decoder_loader import load_decoder
-from diptych.compute.drawing import Weighed
 from diptych.compute.kv_store import KVStore
-from diptych.compute.layer_weights import DecoderWeights
-from diptych.compute.naming import family_named, head_name, prefix_of, table_name
+from diptych.compute.loading.decoder import load_decoder
+from diptych.compute.loading.naming import family_named, head_name, prefix_of, table_name
+from diptych.compute.loading.weights import Source
 from diptych.compute.ops.contract import Experts, Heads, Hidden, Linear, Loader, Ops, Stream, Table, Taps, Vector
 from diptych.compute.ops.cpus import Placement
-from diptych.compute.weights import Source
+from diptych.compute.sampling.drawing import Weighed
+from diptych.compute.walk.decoder import run_decoder
+from diptych.compute.walk.layer_weights import DecoderWeights
 from diptych.ground.errors import EngineError, told_of
 from diptych.ground.version import VERSION
 from diptych.models.config import HfConfig
@@ -224,7 +224,7 @@ class Model(ABC):
         LOGITS: [R, V] fp32 on `device`, valid until the next forward; to be drawn from by `argmax` and `weigh`.
         BEST: of each row the likeliest token, for steps that want nothing else; a backend may get by without logits.
         HIDDEN: [R, D] fp32 on `device`, the final norm's output, of which the head makes the logits. Where the head is
-        int8 its channels are those of the balanced norm (`compute.balance`), each the checkpoint's over a constant.
+        int8 its channels are those of the balanced norm (`compute.loading.balance`), each the checkpoint's over a constant.
         given: [T, width] fp32, what a walk with an input reads. taps: what else is handed out, of a decoder the residual stream
         behind the layers of these numbers; not with HIDDEN.
         """

@@ -20,18 +20,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from diptych.compute.gguf import GgufCheckpoint
-from diptych.compute.naming import family_named, final_norm, head_name, norm_parts, prefix_of, table_name
+from diptych.compute.formats.gguf import GgufCheckpoint
+from diptych.compute.loading.naming import family_named, final_norm, head_name, norm_parts, prefix_of, table_name
+from diptych.compute.loading.quant import stored_weights
+from diptych.compute.loading.weights import Checkpoint, Source
 from diptych.compute.ops.contract import NormParts
-from diptych.compute.quant import stored_weights
-from diptych.compute.weights import Checkpoint, Source
 from diptych.ground.bounds import whole
 from diptych.ground.errors import EngineError, LoadError, SequenceError, UnsupportedModel
 from diptych.ground.request import Pool, Pooling
 from diptych.models.config import HfConfig, read_json
 from diptych.models.gates import Activation
-from diptych.models.gguf_architectures import architecture_of
-from diptych.models.gguf_file import open_gguf
+from diptych.models.gguf.architectures import architecture_of
+from diptych.models.gguf.file import open_gguf
 from diptych.models.spec import ModelSpec, Norms
 
 CURVES: Mapping[Activation, Callable[[np.ndarray], np.ndarray]] = {

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from diptych.compute.calibration import received
-from diptych.compute.ops.cpu_kernels import _cpu
-from diptych.compute.ops.cpu_model import CpuModel
-from diptych.compute.ops.cpu_ranks import Member, about
+from diptych.compute.loading.calibration import received
+from diptych.compute.ops.cpu.kernels import _cpu
+from diptych.compute.ops.cpu.model import CpuModel
+from diptych.compute.ops.cpu.ranks import Member, about
 from diptych.compute.ops.cpus import Placement, allowed_cpus, choose_cpus
 from diptych.compute.ops.linked import Carrier
 from diptych.compute.ops.ranks import TeamBroken, Verb, answer, placement_of, unpack
@@ -35,7 +35,7 @@ LEAVE_S = 2.0  # for a step or a load to notice that rank 0 is gone
 
 
 def load_part(rank: Rank, head: dict[str, Any], payload: bytes, path: str | None = None) -> Member:
-    """The rank's part of the model that the head names. payload: what was measured of it (`compute.calibration`). path: where
+    """The rank's part of the model that the head names. payload: what was measured of it (`loading.calibration`). path: where
     it lies on this machine, if elsewhere.
     """
     config = ComputeConfig(**head["config"])

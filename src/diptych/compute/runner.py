@@ -17,32 +17,32 @@ from typing import Any
 
 import torch
 
-from diptych.compute.calibration import DIRECTIONS, Calibration, calibrated
-from diptych.compute.coded import CodedCheckpoint
-from diptych.compute.gguf import GgufCheckpoint
-from diptych.compute.mlx import MlxCheckpoint
+from diptych.compute.formats.coded import CodedCheckpoint
+from diptych.compute.formats.gguf import GgufCheckpoint
+from diptych.compute.formats.mlx import MlxCheckpoint
+from diptych.compute.formats.random_codes import CodedRandomSource
+from diptych.compute.loading.calibration import DIRECTIONS, Calibration, calibrated
+from diptych.compute.loading.packed_cache import PackedCache
+from diptych.compute.loading.quant import QuantisedCheckpoint, stored_weights
+from diptych.compute.loading.weights import Checkpoint, Meanwhile, Progress, RandomSource, Source, resolve_model_dir
 from diptych.compute.model import Blueprint, Model, draw_blueprint
-from diptych.compute.ops import cpu_kernels
-from diptych.compute.ops.cpu_kernels import choose_instruction_set
-from diptych.compute.ops.cpu_loader import CpuLoader
-from diptych.compute.ops.cpu_model import build_cpu_model
-from diptych.compute.ops.cpu_ranks import RankedModel
+from diptych.compute.ops.cpu import kernels as cpu_kernels
+from diptych.compute.ops.cpu.kernels import choose_instruction_set
+from diptych.compute.ops.cpu.loader import CpuLoader
+from diptych.compute.ops.cpu.model import build_cpu_model
+from diptych.compute.ops.cpu.ranks import RankedModel
 from diptych.compute.ops.linked import LinkedRanks
 from diptych.compute.ops.ranks import Ranks, placement_head
 from diptych.compute.ops.shares import copies_of_kv, ranks_that_attend
-from diptych.compute.ops.torch_model import build_torch_model, refuse_block, torch_device
-from diptych.compute.packed_cache import PackedCache
-from diptych.compute.quant import QuantisedCheckpoint, stored_weights
-from diptych.compute.random_codes import CodedRandomSource
-from diptych.compute.weights import Checkpoint, Meanwhile, Progress, RandomSource, Source, resolve_model_dir
+from diptych.compute.ops.torch.model import build_torch_model, refuse_block, torch_device
 from diptych.ground.config import AS_STORED, BALANCED, ComputeConfig, packed_cache, profile_dir
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.formats import KeptFormat
 from diptych.models.config import HfConfig, read_config_file
-from diptych.models.gguf import read_config
-from diptych.models.gguf_file import find_gguf, open_gguf
-from diptych.models.quantisation import Quantisation
-from diptych.models.quantised import MLX, packed_for_cpu, quantisation_of
+from diptych.models.gguf.checkpoint import read_config
+from diptych.models.gguf.file import find_gguf, open_gguf
+from diptych.models.quantised.fields import Quantisation
+from diptych.models.quantised.method import MLX, packed_for_cpu, quantisation_of
 from diptych.models.read import family_of, reads_mxfp4
 from diptych.models.spec import ModelSpec
 

@@ -24,9 +24,9 @@ from diptych.ground.specs import HardwareSpec, KVSpec, QuantSpec
 from diptych.models.config import read_json
 from diptych.models.contents import contents_of
 from diptych.models.files import has_weights, model_files
-from diptych.models.gguf import load_gguf_spec
-from diptych.models.gguf_file import SUFFIX, find_gguf
-from diptych.models.quantised import own_section, packed_for_cpu
+from diptych.models.gguf.checkpoint import load_gguf_spec
+from diptych.models.gguf.file import SUFFIX, find_gguf
+from diptych.models.quantised.method import own_section, packed_for_cpu
 from diptych.models.read import load_model_file
 from diptych.models.spec import ModelSpec
 from diptych.models.stored import check_gguf, check_stored

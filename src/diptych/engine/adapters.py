@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diptych.compute.adapters import Adapter, read_adapter
+from diptych.compute.loading.weights import resolve_model_dir
 from diptych.compute.model import Model
-from diptych.compute.weights import resolve_model_dir
 from diptych.engine.memory import memory_of
 from diptych.ground.bounds import shown, text
 from diptych.ground.errors import CapacityError, ConfigError, RequestError

@@ -1,5 +1,5 @@
 """Which text a model reads before its weights are made int8 or int4, so that they are balanced by what it sees
-(`compute.calibration`).
+(`compute.loading.calibration`).
 
 `auto` is the text that ships: short passages of prose, code, tables, chat and several languages, none of them in a text that
 `diptych lab quality` measures with. `weights` reads nothing: channels are balanced by the weights alone. All else names a text.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from diptych.compute.calibration import Calibration
+from diptych.compute.loading.calibration import Calibration
 from diptych.engine.memory import memory_of
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.config import BY_TEXT, BY_WEIGHTS

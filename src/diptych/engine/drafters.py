@@ -14,14 +14,14 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from diptych.compute.draft_store import DraftStore, scratch_blocks
-from diptych.compute.drafter import Drafter, DraftModel, rehearse
-from diptych.compute.head_drafters import EagleDrafter, Fuse, MedusaDrafter, fused, normed
-from diptych.compute.heads import EagleBlueprint, FusionBlueprint, HeadSource, MedusaBlueprint, TargetTensors
+from diptych.compute.drafting.draft_store import DraftStore, scratch_blocks
+from diptych.compute.drafting.drafter import Drafter, DraftModel, rehearse
+from diptych.compute.drafting.head_drafters import EagleDrafter, Fuse, MedusaDrafter, fused, normed
+from diptych.compute.drafting.heads import EagleBlueprint, FusionBlueprint, HeadSource, MedusaBlueprint, TargetTensors
+from diptych.compute.loading.weights import resolve_model_dir
 from diptych.compute.model import Model
 from diptych.compute.runner import build, load_model, open_blueprint
-from diptych.compute.sampler import Sampler
-from diptych.compute.weights import resolve_model_dir
+from diptych.compute.sampling.sampler import Sampler
 from diptych.cost.drafts.depths import FARTHEST
 from diptych.cost.drafts.drafter_trials import DrafterCost
 from diptych.cost.step_time import StepTimeModel
@@ -33,7 +33,7 @@ from diptych.ground.config import BALANCED, MODEL_DRAFTERS, ComputeConfig, Engin
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
 from diptych.models.config import read_json
-from diptych.models.gguf_file import find_gguf
+from diptych.models.gguf.file import find_gguf
 from diptych.models.heads import EagleSpec, MedusaSpec, kind_of_heads, read_eagle, read_medusa
 
 logger = logging.getLogger("diptych.engine")

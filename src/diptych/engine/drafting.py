@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from diptych.compute.drafter import Drafter
+from diptych.compute.drafting.drafter import Drafter
 from diptych.compute.ops.contract import Taps
 from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.phase import Phase

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from diptych.compute.structured import CompiledGrammar, GrammarCompiler
+from diptych.compute.sampling.structured import CompiledGrammar, GrammarCompiler
 from diptych.control.loop import EngineCore
 from diptych.control.stats import CoreStats
 from diptych.engine.adapters import AdapterCounts, Adapters

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from diptych.compute.batch import ForwardBatch, StatePlaces
-from diptych.compute.drawing import not_finite
 from diptych.compute.kv_store import KVPayload, KVStore
 from diptych.compute.model import Best, Model, Want
 from diptych.compute.ops.contract import Taps
 from diptych.compute.pooler import Pooler
-from diptych.compute.sampler import SampledToken, Sampler
+from diptych.compute.sampling.drawing import not_finite
+from diptych.compute.sampling.sampler import SampledToken, Sampler
 from diptych.engine.drafting import Draftings
 from diptych.ground.clock import Clock
 from diptych.ground.config import MOST_DRAFTS

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from diptych.compute.drafter import Drafter
-from diptych.compute.ops.cpu_kernels import faster_set
-from diptych.compute.ops.torch_model import card_of
+from diptych.compute.drafting.drafter import Drafter
+from diptych.compute.loading.weights import resolve_model_dir
+from diptych.compute.ops.cpu.kernels import faster_set
+from diptych.compute.ops.torch.model import card_of
 from diptych.compute.pooler import Pooler
 from diptych.compute.runner import Model, load_model, memory_of_block
-from diptych.compute.sampler import Sampler
-from diptych.compute.structured import GrammarCompiler
-from diptych.compute.weights import resolve_model_dir
+from diptych.compute.sampling.sampler import Sampler
+from diptych.compute.sampling.structured import GrammarCompiler
 from diptych.control.loop import EngineCore
 from diptych.control.scheduler import Predict
 from diptych.cost.calibrated import CalibratedModel
@@ -51,7 +51,7 @@ from diptych.ground.errors import CapacityError, ConfigError, LoadError
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.models.files import no_model
-from diptych.models.gguf_file import find_gguf
+from diptych.models.gguf.file import find_gguf
 from diptych.models.gpu_kernels import left_to_torch
 from diptych.models.named import SHAPES
 from diptych.models.spec import ModelSpec

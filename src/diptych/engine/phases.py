@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from diptych.compute.batch import ForwardBatch, StatePlaces
 from diptych.compute.kv_store import KVStore
-from diptych.compute.quant import CHECKSUMS, checksum, checksums_of
+from diptych.compute.loading.quant import CHECKSUMS, checksum, checksums_of
 from diptych.engine.load import LoadedModel, opened, size_pool
 from diptych.ground.bounds import Bound, ids, shown
 from diptych.ground.config import EngineConfig

@@ -82,7 +82,7 @@ class KeptFormat:
     table.
     int8 has a scale per row, in fp32, and neither group nor grid; fp8 (E4M3) likewise, or with a group a scale of that many
     inputs of a block's rows, with which codes are multiplied and rounded to bf16 before they meet rows in bf16. Nothing else
-    is rounded, but what nf4 and fp4 are made of (`compute.coded_matrices`). is_wide (in groups): it meets rows of 15 bits, in
+    is rounded, but what nf4 and fp4 are made of (`compute.formats.matrices`). is_wide (in groups): it meets rows of 15 bits, in
     two halves, instead of 8.
 
     >>> KeptFormat.named("group4-g128-f16-zeros").number.bytes * 8
@@ -265,7 +265,7 @@ LEAST_WHOLE = (
 )  # of one scale of a whole matrix, and the inverse of the largest: no group's leaves what the kernels hold
 KEPT_NVFP4 = _of_gguf("group4", "e4m3", "e2m1", group=16)
 
-# Types of GGUF whose blocks are held as they are (`compute.gguf_codes`, `compute.gguf_lattices`).
+# Types of GGUF whose blocks are held as they are (`compute.formats.gguf_codes`, `compute.formats.gguf_lattices`).
 GGUF_KEPT: dict[str, KeptFormat] = {
     "Q4_0": _of_gguf("group4", "f16"),
     "Q4_1": _of_gguf("group4", "f16", "minima16"),

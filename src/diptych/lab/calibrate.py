@@ -26,9 +26,9 @@ import torch
 
 from diptych import __version__
 from diptych.compute.ceilings import READ_BYTES, Ceilings, machine_ceilings
-from diptych.compute.ops.cpu_kernels import measure_ops_per_s, measure_read_bytes_per_s
+from diptych.compute.ops.cpu.kernels import measure_ops_per_s, measure_read_bytes_per_s
 from diptych.compute.ops.cpus import Placement
-from diptych.compute.ops.torch_model import torch_device
+from diptych.compute.ops.torch.model import torch_device
 from diptych.compute.runner import Model, choose_backend, random_model
 from diptych.cost.calibration import CACHE_REACH
 from diptych.cost.profile import SCHEMA, profile_path

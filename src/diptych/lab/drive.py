@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from diptych.compute.drafter import Drafter
+from diptych.compute.drafting.drafter import Drafter
 from diptych.compute.runner import Model
-from diptych.compute.sampler import Sampler
+from diptych.compute.sampling.sampler import Sampler
 from diptych.control.loop import EngineCore
 from diptych.control.scheduler import Predict
 from diptych.control.speculation import Depths, NewDrafter

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from diptych.compute.device_ceilings import COPY_MIB, DeviceCeilings, device_ceilings
-from diptych.compute.ops.torch_model import device_name
+from diptych.compute.ops.torch.model import device_name
 from diptych.compute.runner import random_model
 from diptych.cost.calibration import latent_layers
 from diptych.cost.profile import SCHEMA

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from diptych.compute.batch import ForwardBatch, StatePlaces
-from diptych.compute.ops.cpu_model import CpuModel
+from diptych.compute.ops.cpu.model import CpuModel
 from diptych.compute.runner import Model
 from diptych.ground.errors import CapacityError, ConfigError
 from diptych.ground.shape import ChunkShape, StepShape

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from diptych.compute.held import what_is_held
+from diptych.compute.loading.held import what_is_held
 from diptych.engine.load import LoadedModel, load
 from diptych.engine.memory import memory_of
 from diptych.engine.phases import TwoPhase

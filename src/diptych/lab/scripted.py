@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from diptych.compute.drafter import Drafter
+from diptych.compute.drafting.drafter import Drafter
 from diptych.control.speculation import EveryGuess, NewDrafter
 from diptych.engine.drafters import OpenDrafter
 from diptych.ground.request import Request

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from diptych.compute.runner import Model
-from diptych.compute.sampler import Sampler
+from diptych.compute.sampling.sampler import Sampler
 from diptych.control.loop import EngineCore
 from diptych.control.recording import Recorder
 from diptych.control.scheduler import Predict

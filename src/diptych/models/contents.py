@@ -18,10 +18,12 @@ from diptych.ground.errors import LoadError
 from diptych.ground.formats import KEPT_MXFP4, gguf_kept
 from diptych.models.config import HfConfig, read_config_file
 from diptych.models.files import has_weights, safetensors_header, stored_numbers, weight_files
-from diptych.models.gguf import ROPE_TENSOR, is_beside
-from diptych.models.gguf_file import GgufFile, find_gguf, open_gguf
-from diptych.models.quantisation import Quantisation
-from diptych.models.quantised import (
+from diptych.models.gguf.checkpoint import ROPE_TENSOR, is_beside
+from diptych.models.gguf.file import GgufFile, find_gguf, open_gguf
+from diptych.models.quantised.compressed import MARLIN
+from diptych.models.quantised.fields import Quantisation
+from diptych.models.quantised.hqq import tag_of
+from diptych.models.quantised.method import (
     BESIDE_CODES,
     BESIDE_HQQ,
     BESIDE_STACKS,
@@ -31,8 +33,6 @@ from diptych.models.quantised import (
     own_section,
     quantisation_of,
 )
-from diptych.models.quantised_compressed import MARLIN
-from diptych.models.quantised_hqq import tag_of
 
 # parts of names -> the part of the model, the first that fits; of safetensors and of GGUF files
 PARTS: tuple[tuple[str, str], ...] = (

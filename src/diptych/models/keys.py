@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from diptych.models.families import FAMILIES
+from diptych.models.families.table import FAMILIES
 
 # Keys that never change what a token's logits are: names of things, ids of special tokens, training, caches, defaults of
 # generation, and switches of files that the loader holds against the tensors itself.

@@ -18,28 +18,28 @@ from typing import Any
 
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import HfConfig, read_json
-from diptych.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, SUPPORTED, WRAPPERS
-from diptych.models.family import Family
+from diptych.models.families.family import Family
+from diptych.models.families.table import BY_ARCHITECTURE, BY_MODEL_TYPE, SUPPORTED, WRAPPERS
 from diptych.models.files import no_model
 from diptych.models.gates import Activation
 from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL, SYNONYMS
 from diptych.models.latent import IndexSpec
 from diptych.models.mlp import MlpSpec, MoeSpec, Scores
 from diptych.models.positions import QueryScale, Rope, slopes
-from diptych.models.read_block_index import as_indexed
-from diptych.models.read_blocks import as_halves, as_layers, as_pairs, as_searched, as_states, without_pictures
-from diptych.models.read_deepseek_v4 import as_deepseek_v4, with_entries
-from diptych.models.read_embedding import base_stretch, embedding_width, residual_scale, types_of, words_of
-from diptych.models.read_encoders import as_gated_or_not, as_related, by_distance, with_stretched_base
-from diptych.models.read_glm_next import as_glm_next
-from diptych.models.read_gpt import arrangement, of_all_layers, with_kinds, with_section
-from diptych.models.read_griffin import as_griffin
-from diptych.models.read_heads import Heads, HeadsByWindow
-from diptych.models.read_index import layer_indices
-from diptych.models.read_laguna import as_gated
-from diptych.models.read_latents import latents
-from diptych.models.read_ling import as_ling
-from diptych.models.read_mixtures import (
+from diptych.models.reading.block_index import as_indexed
+from diptych.models.reading.blocks import as_halves, as_layers, as_pairs, as_searched, as_states, without_pictures
+from diptych.models.reading.deepseek_v4 import as_deepseek_v4, with_entries
+from diptych.models.reading.embedding import base_stretch, embedding_width, residual_scale, types_of, words_of
+from diptych.models.reading.encoders import as_gated_or_not, as_related, by_distance, with_stretched_base
+from diptych.models.reading.glm_next import as_glm_next
+from diptych.models.reading.gpt import arrangement, of_all_layers, with_kinds, with_section
+from diptych.models.reading.griffin import as_griffin
+from diptych.models.reading.heads import Heads, HeadsByWindow
+from diptych.models.reading.index import layer_indices
+from diptych.models.reading.laguna import as_gated
+from diptych.models.reading.latents import latents
+from diptych.models.reading.ling import as_ling
+from diptych.models.reading.mixtures import (
     expert_groups,
     limits_of,
     mixture_layers,
@@ -48,10 +48,10 @@ from diptych.models.read_mixtures import (
     scores_of,
     within_limit,
 )
-from diptych.models.read_shared import as_asides, with_shares
-from diptych.models.read_states import adjusted_width, kept_scales, layer_scales, state_attention, state_layers
-from diptych.models.read_step import as_usual
-from diptych.models.read_streams import (
+from diptych.models.reading.shared import as_asides, with_shares
+from diptych.models.reading.states import adjusted_width, kept_scales, layer_scales, state_attention, state_layers
+from diptych.models.reading.step import as_usual
+from diptych.models.reading.streams import (
     cutoffs,
     layer_inputs,
     mlp_widths,
@@ -60,7 +60,7 @@ from diptych.models.read_streams import (
     shared_layers,
     streams,
 )
-from diptych.models.read_windows import (
+from diptych.models.reading.windows import (
     is_both_ways,
     layer_ropes,
     named_layers,

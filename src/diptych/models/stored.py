@@ -11,10 +11,10 @@ from typing import Any
 
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig, read_config_file, read_json
-from diptych.models.families import BESIDE_WRAPPED, BY_MODEL_TYPE
+from diptych.models.families.table import BESIDE_WRAPPED, BY_MODEL_TYPE
 from diptych.models.files import INDEX_FILE, safetensors_header, weight_files
-from diptych.models.gguf import count_parameters
-from diptych.models.gguf_file import open_gguf
+from diptych.models.gguf.checkpoint import count_parameters
+from diptych.models.gguf.file import open_gguf
 from diptych.models.spec import ModelSpec
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -1,6 +1,6 @@
 """Constraints on output from the body's fields, in OpenAI's, vLLM's and llama.cpp's forms.
 
-Bounds of size and depth are checked where the grammar is compiled (`compute.structured`).
+Bounds of size and depth are checked where the grammar is compiled (`compute.sampling.structured`).
 """
 
 from __future__ import annotations

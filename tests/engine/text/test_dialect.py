@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from diptych.compute.structured import GrammarCompiler
+from diptych.compute.sampling.structured import GrammarCompiler
 from diptych.engine.text.call_form import HERMES, LFM2, LLAMA3, Style
 from diptych.engine.text.dialect import Dialect
 from diptych.engine.text.forced_calls import tool_call_spec

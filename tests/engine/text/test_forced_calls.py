@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from diptych.compute.structured import GrammarCompiler
+from diptych.compute.sampling.structured import GrammarCompiler
 from diptych.engine.text.call_form import (
     HERMES,
     KIND,

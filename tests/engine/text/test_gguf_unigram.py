@@ -17,7 +17,7 @@ from tests.engine.text.test_sentencepiece_model import CORPUS, TEXTS
 from diptych.engine.llm import LLM
 from diptych.engine.text.gguf_vocabulary import gguf_tokenizer
 from diptych.ground.errors import LoadError
-from diptych.models.gguf_file import open_gguf
+from diptych.models.gguf.file import open_gguf
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MARKS = ["<s>", "<pad>", "</s>", "<unk>"]

@@ -11,7 +11,7 @@ import pytest
 from diptych.engine.text.gguf_vocabulary import Vocabulary, gguf_template, gguf_tokenizer
 from diptych.engine.text.tokenizer import PieceKind
 from diptych.ground.errors import LoadError
-from diptych.models.gguf_file import open_gguf
+from diptych.models.gguf.file import open_gguf
 from llama_cpp import llama_cpp_source
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "gguf_vocabularies"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from diptych.compute.structured import GrammarCompiler
+from diptych.compute.sampling.structured import GrammarCompiler
 from diptych.engine.load import bundled_dir
 from diptych.engine.text.detokenizer import TextStream
 from diptych.engine.text.tokenizer import Tokenizer

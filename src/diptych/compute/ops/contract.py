@@ -153,7 +153,7 @@ class AttentionSpec:
 class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
     """Turns checkpoint tensors into a backend's weight handles, once: head and embedding, then the layers in order.
 
-    is_balancing: the walk is to hand over the weights as `compute.balance` makes them, for a format that rows of int8 enter.
+    is_balancing: the walk is to hand over the weights as `loading.balance` makes them, for a format that rows of int8 enter.
     """
 
     is_balancing: bool

@@ -45,7 +45,7 @@ class WeightTensor(Protocol):
     kept: the format of the kernels that holds its values as the file has them, for `codes`; None: there are none but `read`'s.
     order: int32 [k], which input of the layer meets each input of `codes`; None: they come in order.
     row_order: which row of the file each row is, where they were put in another order; None: they were not.
-    measured: by name, of this and other tensors, what met each column over a text (`compute.calibration`).
+    measured: by name, of this and other tensors, what met each column over a text (`compute.loading.calibration`).
     """
 
     kept: KeptFormat | None = None

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from diptych.compute.ops.cpu_kernels import _cpu
+from diptych.compute.ops.cpu.kernels import _cpu
 from diptych.compute.ops.cpus import Placement, allowed_cpus, choose_cpus
 from diptych.compute.ops.ranks import Ranks, Verb
 from diptych.ground.clock import MonotonicClock, sleep_s

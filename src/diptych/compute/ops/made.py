@@ -14,8 +14,8 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 
-from diptych.compute.finite import are_finite
-from diptych.compute.gguf_codes import codes_of
+from diptych.compute.formats.gguf_codes import codes_of
+from diptych.compute.loading.finite import are_finite
 from diptych.compute.ops.contract_parts import Codes, LinearParts, WeightTensor
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import MADE_WEIGHTS

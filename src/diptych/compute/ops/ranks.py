@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from diptych.compute.ops.cpu_kernels import _cpu
+from diptych.compute.ops.cpu.kernels import _cpu
 from diptych.compute.ops.cpus import Placement, allowed_cpus
 from diptych.compute.ops.shares import Rank, rank_placements
 from diptych.ground.config import ComputeConfig

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from diptych.compute.json_schema import MAX_SCHEMA_DEPTH, target
+from diptych.compute.sampling.json_schema import MAX_SCHEMA_DEPTH, target
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 _TYPES: tuple[tuple[type, str], ...] = (

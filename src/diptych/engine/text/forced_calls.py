@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from diptych.compute.json_schema import MAX_SCHEMA_BYTES, PATTERNS, holdable
-from diptych.compute.schema_parts import Alternatives, check_keywords, rooted
-from diptych.compute.structured import json_form
+from diptych.compute.sampling.json_schema import MAX_SCHEMA_BYTES, PATTERNS, holdable
+from diptych.compute.sampling.schema_parts import Alternatives, check_keywords, rooted
+from diptych.compute.sampling.structured import json_form
 from diptych.engine.text.argument_values import json_types_of
 from diptych.engine.text.call_form import COUNT, HOLES, ID, KEY, KIND, NAME, CallForm, Style
 from diptych.ground.errors import GrammarError, RequestError
@@ -46,7 +46,7 @@ def tool_call_spec(
     """The grammar for tool_choice "required" (name None) or a named function.
 
     tools: OpenAI tool objects. is_parallel: several calls may follow each other. tag_ids: tags that are tokens of their own.
-    stops: tags that end an output, and so are not part of one. Objects are closed (`compute.json_schema`).
+    stops: tags that end an output, and so are not part of one. Objects are closed (`compute.sampling.json_schema`).
     Raises RequestError for an unknown name, GrammarError for parameters that no grammar can hold.
     """
     functions = [_function(tool, i) for i, tool in enumerate(tools)]

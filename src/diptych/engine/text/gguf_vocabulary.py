@@ -36,7 +36,7 @@ from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.engine.text.wordpiece import pieces_backend, put_around_texts
 from diptych.ground.errors import LoadError
-from diptych.models.gguf_file import GgufArray, GgufFile
+from diptych.models.gguf.file import GgufArray, GgufFile
 
 logger = logging.getLogger("diptych.engine")
 

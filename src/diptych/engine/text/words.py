@@ -8,7 +8,7 @@ from diptych.engine.text.gguf_vocabulary import gguf_template, gguf_tokenizer
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.importing import uncollected
-from diptych.models.gguf_file import open_gguf
+from diptych.models.gguf.file import open_gguf
 
 
 def words_of(path: Path) -> tuple[Tokenizer, ChatTemplate]:

@@ -1,4 +1,4 @@
-"""Weights that are held as codes (`compute.ops.device_codes`), as the 16 bits that they are dequantised to: in the registers of
+"""Weights that are held as codes (`ops.torch.device_codes`), as the 16 bits that they are dequantised to: in the registers of
 a product, or written out for one of many rows.
 
 Every value is made as it is where a file is read as 16 bits: in fp32, operation by operation, and rounded once. So a product
@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.compute.ops.device_codes import CodedWeight
 from diptych.compute.ops.gpu.launch import cdiv, launch
+from diptych.compute.ops.torch.device_codes import CodedWeight
 from diptych.ground.formats import DEVICE_MIDDLES, DeviceFormat
 
 SIGNED, ZEROS, MINIMA, E2M1, E4M3 = 0, 1, 2, 3, 4

@@ -20,7 +20,7 @@ from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops.gpu.launch import power_of_two
 from diptych.compute.ops.gpu.ops import Items, TritonOps, items_of, singles_of
-from diptych.compute.ops.step_numbers import StepNumbers, on_device
+from diptych.compute.ops.torch.step_numbers import StepNumbers, on_device
 from diptych.ground.clock import MonotonicClock
 
 logger = logging.getLogger("diptych.compute")

@@ -16,8 +16,8 @@ from diptych.compute.ops.contract import Taps
 from diptych.compute.ops.gpu.graphs import StepGraphs
 from diptych.compute.ops.gpu.ops import TritonOps, item_tokens_of
 from diptych.compute.ops.gpu.rows import rms_norm
-from diptych.compute.ops.torch_model import TorchModel
-from diptych.compute.ops.torch_ops import TorchOps
+from diptych.compute.ops.torch.model import TorchModel
+from diptych.compute.ops.torch.ops import TorchOps
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import ComputeConfig
 from diptych.models.gpu_kernels import asks_the_host, left_to_torch

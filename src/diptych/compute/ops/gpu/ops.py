@@ -15,7 +15,6 @@ import torch
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops.contract import AttentionSpec, QkNorm
-from diptych.compute.ops.device_codes import JoinedWeight, Weight
 from diptych.compute.ops.gpu.attention import attend, few_tokens, item_tokens
 from diptych.compute.ops.gpu.index import cache_keys, highest, score
 from diptych.compute.ops.gpu.latents import (
@@ -25,10 +24,11 @@ from diptych.compute.ops.gpu.latents import (
 )
 from diptych.compute.ops.gpu.products import mix, multiply
 from diptych.compute.ops.gpu.rows import rms_norm, rotate_and_cache
-from diptych.compute.ops.step_numbers import on_device
-from diptych.compute.ops.torch_loader import TorchAttention, TorchExperts, TorchLinear, TorchNorm
-from diptych.compute.ops.torch_ops import TorchOps
-from diptych.compute.ops.torch_routing import route
+from diptych.compute.ops.torch.device_codes import JoinedWeight, Weight
+from diptych.compute.ops.torch.loader import TorchAttention, TorchExperts, TorchLinear, TorchNorm
+from diptych.compute.ops.torch.ops import TorchOps
+from diptych.compute.ops.torch.routing import route
+from diptych.compute.ops.torch.step_numbers import on_device
 from diptych.models.gpu_kernels import GATES, kind_of_experts, missing_for
 from diptych.models.spec import AttentionLayer, ModelSpec
 

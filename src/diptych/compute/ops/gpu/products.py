@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from diptych.compute.ops.device_codes import CodedWeight, JoinedWeight, Weight
 from diptych.compute.ops.gpu.codes import Held, constants_of, scale_and_offset, values_of, write_values
 from diptych.compute.ops.gpu.launch import cdiv, launch
-from diptych.compute.ops.torch_loader import Stacked
+from diptych.compute.ops.torch.device_codes import CodedWeight, JoinedWeight, Weight
+from diptych.compute.ops.torch.loader import Stacked
 from diptych.models.gates import CLAMPED
 from diptych.models.gpu_kernels import GATES
 

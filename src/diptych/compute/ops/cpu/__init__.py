@@ -1,0 +1,1 @@
+"""The cpu backend: a family's forward recorded into a native program over the kernels in `csrc`."""

@@ -1,0 +1,1 @@
+"""Every family as data: one entry each, in `table` all of them."""
