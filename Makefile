@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-NATIVE := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h csrc/*.inl)
+NATIVE := CMakeLists.txt $(wildcard csrc/*/*.cpp csrc/*/*.h csrc/*/*.inl)
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

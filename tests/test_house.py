@@ -47,6 +47,7 @@ MAY_IMPORT = {
         "cluster",
     },
 }
+MOST_FILES = 45  # of a folder
 # only these modules may import time or read the environment
 TIME_OWNERS = {"ground/clock.py"}
 ENVIRONMENT_OWNERS = {"ground/config.py"}
@@ -129,6 +130,18 @@ def test_light_rooms_import_without_torch() -> None:
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_no_folder_has_more_files_than_a_newcomer_looks_through() -> None:
+    """What lies among sixty others is not found: rooms have rooms of their own, by what a change is about."""
+    folders = {
+        path.parent
+        for suffix in (".py", ".cpp", ".h", ".inl")
+        for tree in ("src", "csrc")
+        for path in (ROOT / tree).rglob(f"*{suffix}")
+    }
+    sizes = {str(folder.relative_to(ROOT)): len(list(folder.iterdir())) for folder in folders}
+    assert sorted(name for name, size in sizes.items() if size > MOST_FILES) == []
 
 
 @pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "docs/glossary.md"])

@@ -8,10 +8,10 @@
 #include <cstring>
 #include <vector>
 
-#include "attention_plan.h"
+#include "attention/attention_plan.h"
 #include "bench.h"
-#include "kernel_sets.h"
-#include "thread_pool.h"
+#include "sets/kernel_sets.h"
+#include "threads/thread_pool.h"
 
 namespace diptych {
 namespace {

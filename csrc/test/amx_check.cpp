@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "amx_emulation.h"
-#include "gemm_amx.h"
-#include "kernel_sets.h"
-#include "thread_pool.h"
+#include "gemm/gemm_amx.h"
+#include "sets/kernel_sets.h"
+#include "threads/thread_pool.h"
 
 namespace diptych {
 namespace {

@@ -9,7 +9,7 @@
 #include <initializer_list>
 
 #define DIPTYCH_AMX_TWIN 1
-#include "amx_tiles.h"
+#include "sets/amx_tiles.h"
 
 namespace diptych {
 namespace {

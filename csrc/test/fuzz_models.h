@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "program.h"
+#include "program/program.h"
 
 namespace diptych {
 

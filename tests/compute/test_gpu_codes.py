@@ -80,7 +80,7 @@ def of_blocks(kind: str) -> Callable[[int, int, int], InCodes]:
 
 
 def of_formula(name: str) -> Callable[[int, int, int], InCodes]:
-    """Random codes and scales; values by the formulas of `coded_matrices`."""
+    """Random codes and scales; values by the formulas of `formats.matrices`."""
 
     def made(n: int, k: int, seed: int) -> InCodes:
         kept, draw = KeptFormat.named(name), torch.Generator().manual_seed(seed)

@@ -30,7 +30,7 @@ from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import EngineError, WorkerLost
 
 PARENT_S = 0.2  # how often it looks whether rank 0 is there
-ERROR_BYTES = 1000  # of what failed, to be kept whole by a team (csrc/team.h)
+ERROR_BYTES = 1000  # of what failed, to be kept whole by a team (csrc/threads/team.h)
 LEAVE_S = 2.0  # for a step or a load to notice that rank 0 is gone
 
 

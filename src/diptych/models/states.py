@@ -8,7 +8,7 @@ from enum import Enum
 
 from diptych.models.gates import Activation
 
-EXPONENTIAL_FLOPS = 15.0  # of 2 to the power of a product, as csrc/states.inl computes it
+EXPONENTIAL_FLOPS = 15.0  # of 2 to the power of a product, as csrc/rows/states.inl computes it
 
 
 class StateRule(Enum):

@@ -1,6 +1,6 @@
 """Quantised matrices of other programs, whatever tensors they lie in: integer codes, fp8 or entries of a table, with scales.
 
-`coded_layouts` makes them of a file's tensors.
+`layouts` makes them of a file's tensors.
 
 Legend: n outputs, k inputs, G scales of a row.
 """

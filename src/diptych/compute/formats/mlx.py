@@ -1,6 +1,6 @@
 """Folders of mlx-lm, quantised (`mlx_lm.convert -q`) or left in 16 bits, as a `Source` of weights.
 
-Matrices lie as `coded_layouts` says. Beside that mlx-lm's classes change what they load, and a folder holds what they made of
+Matrices lie as `layouts` says. Beside that mlx-lm's classes change what they load, and a folder holds what they made of
 it: experts and heads of latent attention are stacked, convolutions have their last axes the other way round, norms that add 1
 have it added. Each is undone here, or the family is refused. Source: `sanitize` in mlx_lm/models/*.py, version 0.32.
 """

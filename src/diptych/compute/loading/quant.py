@@ -42,8 +42,8 @@ from diptych.models.quantised.method import MLX, OWN, own_section
 from diptych.models.read import family_of, reads_mxfp4
 
 STORED = ("int8", "int4")
-# raised when the packed form of csrc/pack.cpp changes, or the form in which weights are packed: 4: balanced (compute.balance),
-# by what both sides of a norm agree on
+# raised when the packed form of csrc/packing/pack.cpp changes, or the form in which weights are packed: 4: balanced
+# (loading.balance), by what both sides of a norm agree on
 PACKED_LAYOUT = 4
 CHECKSUMS = "xxh3_64"  # in the file's metadata: tensor name -> XXH3-64 of its bytes
 KEPT = (

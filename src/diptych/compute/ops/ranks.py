@@ -51,7 +51,7 @@ TeamBroken: type[Exception] = _cpu.TeamBroken if _cpu is not None else RuntimeEr
 
 
 class Verb(IntEnum):
-    """What rank 0 asks of the others; 0 is a step (csrc/program_run.cpp)."""
+    """What rank 0 asks of the others; 0 is a step (csrc/program/program_run.cpp)."""
 
     LOAD = 1
     MAKE_KV = 2

@@ -1,7 +1,8 @@
 """What one rank of several has of a model: outputs of every projection, heads of the attention, tokens of the vocabulary.
 
 Ranks divide outputs and never inputs: a sum over K that is cut adds up in another order, and the bits would depend on how many
-ranks there are. So each output is computed whole by one rank, and what the next projection reads is gathered (csrc/team.h).
+ranks there are. So each output is computed whole by one rank, and what the next projection reads is gathered
+(csrc/threads/team.h).
 
 >>> Rank(number=1, size=2).share(160)
 (96, 160)
@@ -22,7 +23,7 @@ from diptych.ground.errors import ConfigError
 PANEL_LANES, STRIP_LANES = (
     64,
     16,
-)  # of packed weights (csrc/gemm_kernels.h): what a rank has ends with a panel if it can
+)  # of packed weights (csrc/gemm/gemm_kernels.h): what a rank has ends with a panel if it can
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -202,8 +202,8 @@ class Family:
     mixes_apart: the dense MLP is the shared expert of a mixture, as `MoeSpec.is_apart` says.
     has_blocks: attention and MLPs are blocks of their own; has_pairs: each layer has a state beside its attention;
     has_states_alone: each has a state and nothing else; has_halves: each has two of attention and of dense MLPs, and a mixture
-    beside the first, added behind the second (`read_blocks`); shares_blocks: before some that have a state stands a block
-    aside, whose weights layers share (`read_shared`).
+    beside the first, added behind the second (`reading.blocks`); shares_blocks: before some that have a state stands a block
+    aside, whose weights layers share (`reading.shared`).
     differs, norms_given, gates_heads, gate_by: as `AttentionLayer` has them; mixes_queries: as `MlaSpec.is_mixed` says.
     index_turns_last: of an index as `IndexSpec.turns_last` says, and the key's norm has the model's eps. norms_latents_alike:
     norms of latents have it, too. shares_latents: layers may, as `kv_source_layers` says, beside an index as
@@ -215,7 +215,7 @@ class Family:
     `HyperSpec.has_end`.
     norms_experts: as `MoeSpec.behind_eps` says, by the eps of norms of what layers add; the router's outputs are multiplied as
     logits are.
-    state_rule: some layers have a state in place of keys and values, which moves on by it (`read_states`): those that
+    state_rule: some layers have a state in place of keys and values, which moves on by it (`reading.states`): those that
     layer_types names so, or all but every `full_every`-th. state_norms, state_norm_eps: theirs, if not the others'.
     spare_embeddings: rows of the embedding behind the vocabulary, for tokens that nobody writes.
     theta_may_be_null: a rotary base of null means that no positions are known. has_attention_gate: as

@@ -3,10 +3,9 @@
 An entry names the architectures it serves, every key of config.json that it reads with the default of the configuration
 class in transformers (files leave out what equals it), the keys it knows in one setting only, how its layers are made, and
 how its tensors are called. `read` turns a config into a `ModelSpec` by these; `compute` loads by them.
-They lie by kind: `families_dense`, `families_gemma`, `families_gpt` (around GPT-2), `families_early` (a few models each),
-`families_mixtures` (of experts), `families_latent` (attention), `families_states` (states of sequences), `families_encoders`
-(which attend both ways and write nothing), `families_wrapped` (published beside pictures or sound alone); what several of
-those share is in `families_shared`.
+They lie by kind: `dense`, `gemma`, `gpt` (around GPT-2), `early` (a few models each), `mixtures` (of experts), `latent`
+(attention), `states` (states of sequences), `encoders` (which attend both ways and write nothing), `wrapped` (published beside
+pictures or sound alone); what several of those share is in `shared`.
 """
 
 from __future__ import annotations

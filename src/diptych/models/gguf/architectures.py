@@ -36,26 +36,26 @@ GROUPED = {**EXPERTS, **EXPERT_WIDTH, "expert_group_count": "n_group", "expert_g
            "expert_shared_count": "n_shared_experts", "expert_weights_scale": "routed_scaling_factor",
            "expert_weights_norm": "norm_topk_prob", "leading_dense_block_count": "first_k_dense_replace"}  # fmt: skip
 SHARED_WIDTH = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
-# of a gated delta rule; how wide its values are and which layers have it, `gguf_states` reads
+# of a gated delta rule; how wide its values are and which layers have it, `states` reads
 STATES = {"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
           "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads", "ssm.inner_size": "",
           "full_attention_interval": "full_attention_interval", "attention.recurrent_layers": "",
           "rope.dimension_sections": ""}  # fmt: skip
-# of Mamba-2, and of short convolutions; which layers have them, `gguf_states` reads
+# of Mamba-2, and of short convolutions; which layers have them, `states` reads
 MAMBA = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state", "ssm.group_count": "mamba_n_groups",
          "ssm.time_step_rank": "mamba_n_heads", "ssm.inner_size": "", "attention.head_count_kv": ""}  # fmt: skip
 BESIDE_MAMBA = {
     **{key: name for key, name in MAMBA.items() if name},
     "ssm.inner_size": "mamba_d_ssm",
 }  # attention in each layer
-# of Mamba-1; how wide it is, `gguf_states` reads where layers attend, too
+# of Mamba-1; how wide it is, `states` reads where layers attend, too
 SELECTIVE = {"ssm.conv_kernel": "mamba_d_conv", "ssm.state_size": "mamba_d_state",
              "ssm.time_step_rank": "mamba_dt_rank"}  # fmt: skip
 NO_HEADS = {"attention.head_count": "", "feed_forward_length": ""}  # 0 each where no layer attends
-# of a delta rule that fades by key; which layers have it, `gguf_states` reads
+# of a delta rule that fades by key; which layers have it, `states` reads
 BY_KEY = {"kda.head_dim": "linear_head_dim", "ssm.conv_kernel": "linear_conv_kernel_dim", "attention.head_count_kv": ""}
 CONVOLUTIONS = {"shortconv.l_cache": "conv_L_cache", "attention.head_count_kv": ""}
-# attention and MLPs are blocks of their own, which `gguf_states` tells apart
+# attention and MLPs are blocks of their own, which `states` tells apart
 BLOCKS = {**MAMBA, **EXPERTS, **EXPERT_WIDTH, **SHARED_WIDTH, "feed_forward_length": "",
           "attention.layer_norm_rms_epsilon": "",
           "expert_shared_count": "n_shared_experts", "expert_weights_scale": "routed_scaling_factor",
@@ -90,7 +90,7 @@ class GgufArchitecture:
     is_tiled: value heads of states lie as llama.cpp repeats key heads, the first of each of those before all the seconds.
     by_layer: keys whose values may differ from layer to layer.
     window_every: every so many-th layer attends to everything where the file does not say which.
-    has_windowed_heads: `gguf_layers` reads heads, and which layers are windowed, layer by layer.
+    has_windowed_heads: `layers` reads heads, and which layers are windowed, layer by layer.
     wide_layers: of the one size whose scores are scaled otherwise. yarn: what the family's yarn has beside the file's.
     dense: layers that a pooled state goes through, in order, where the file has them.
     """
@@ -226,7 +226,7 @@ MAMBA_1 = GgufArchitecture(
     present={"mamba_conv_bias": "ssm_conv1d.bias"},
 )
 FALCON_MAMBA = replace(MAMBA_1, architecture="FalconMambaForCausalLM")
-# of these `gguf_layers` reads what differs from layer to layer
+# of these `layers` reads what differs from layer to layer
 GLM_DSA = replace(
     DEEPSEEK_V3,
     architecture="GlmMoeDsaForCausalLM",

@@ -2,7 +2,7 @@
 
 A file is read as the Hugging Face checkpoint that it was converted from: the keys of `read_config` go through
 `models.read` like any config.json, and `place_of` knows a tensor's name there and what the converter did to it (rows of q
-and k reordered, 1 added to norms, experts stacked). What differs between architectures is in `gguf_architectures`.
+and k reordered, 1 added to norms, experts stacked). What differs between architectures is in `architectures`.
 
 >>> place_of("model.layers.3.mlp.up_proj.weight", GgufArchitecture(architecture="Qwen2ForCausalLM")).name
 'blk.3.ffn_up.weight'

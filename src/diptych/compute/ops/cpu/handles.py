@@ -34,7 +34,7 @@ from diptych.models.spec import QkNorm
 
 # inputs that share 16 levels of the int8 grid: 4.25 bits a weight, quality in LAB.md
 INT4_GROUP = ENGINE_WEIGHTS["int4"][0].group
-LANES = 16  # of a vector, in which a state's columns lie (csrc/kernels.h)
+LANES = 16  # of a vector, in which a state's columns lie (csrc/sets/kernels.h)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ except ImportError as error:
 logger = logging.getLogger("diptych.compute")
 
 COMPILERS = ("c++", "g++", "clang++")
-# what the kernels hold (csrc/kv_cache.cpp): of a head with keys and values, of one whose keys are both, tokens of a block
+# what the kernels hold (csrc/memory/kv_cache.cpp): of a head with keys and values, of one whose keys are both; tokens a block
 MOST_HEAD_DIM, MOST_LATENT_DIM, BLOCK_TILE = 512, 1024, 16
 
 

@@ -16,7 +16,7 @@ from diptych.ground.errors import CapacityError
 
 logger = logging.getLogger("diptych.compute")
 
-# csrc/kv_cache.h; the number is raised when that changes
+# csrc/memory/kv_cache.h; the number is raised when that changes
 LAYOUT = "cpu 1: {n_kv_heads} heads of {width}, K [P/16][d/2][16][2], V [P/2][dv][2]"
 LATENT_LAYOUT = "cpu 1: latents of {width}, [P/16][d/2][16][2]"
 INDEX_LAYOUT = "keys of an index of {width}, [P/16][d/2][16][2]"

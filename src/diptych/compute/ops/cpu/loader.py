@@ -1,4 +1,4 @@
-"""A checkpoint's tensors packed into a native program: the cpu backend's `Loader`; it gives out handles (`cpu_handles`)."""
+"""A checkpoint's tensors packed into a native program: the cpu backend's `Loader`; it gives out handles (`handles`)."""
 
 from __future__ import annotations
 

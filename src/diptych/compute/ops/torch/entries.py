@@ -1,6 +1,6 @@
 """Rows that all heads meet as they are, and entries beside them (DeepSeek V4), on the torch backend.
 
-Legend: as in `torch_ops`; d a row's width, E entries, n series of an entry, k queries.
+Legend: as in `ops`; d a row's width, E entries, n series of an entry, k queries.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The torch backend's loader: a checkpoint's tensors on a device, in the handles that `torch_ops` computes with."""
+"""The torch backend's loader: a checkpoint's tensors on a device, in the handles that `ops` computes with."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Which queries of a step attend together on the torch backend, to which slots of the cache, and what an index thinks of those.
 
-Legend: as in `torch_ops`; k queries, n heads of an index.
+Legend: as in `ops`; k queries, n heads of an index.
 """
 
 from __future__ import annotations

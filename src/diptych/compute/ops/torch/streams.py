@@ -1,6 +1,6 @@
 """Streams beside each other, or in one row, and embeddings of n-grams, on the torch backend.
 
-Legend: as in `torch_ops`; n streams.
+Legend: as in `ops`; n streams.
 """
 
 from __future__ import annotations

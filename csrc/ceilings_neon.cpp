@@ -1,3 +1,0 @@
-// The ceilings of the set neon; see ceilings_neon.inl.
-#define DIPTYCH_ISA neon
-#include "ceilings_neon.inl"

@@ -1,3 +1,0 @@
-// The ceilings of the set neon_dot; see ceilings_neon.inl.
-#define DIPTYCH_ISA neon_dot
-#include "ceilings_neon.inl"

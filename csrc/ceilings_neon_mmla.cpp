@@ -1,3 +1,0 @@
-// The ceilings of the set neon_mmla; see ceilings_neon.inl.
-#define DIPTYCH_ISA neon_mmla
-#include "ceilings_neon.inl"

@@ -1,0 +1,3 @@
+// Linear layers on the tiles of AMX; see gemm_amx.inl.
+#define DIPTYCH_AMX_SET amx
+#include "gemm/gemm_amx.inl"

@@ -1,3 +1,0 @@
-// The linear layers of the set neon; see gemm_neon.inl.
-#define DIPTYCH_ISA neon
-#include "gemm_neon.inl"

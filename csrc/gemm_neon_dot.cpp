@@ -1,3 +1,0 @@
-// The linear layers of the set neon_dot; see gemm_neon.inl.
-#define DIPTYCH_ISA neon_dot
-#include "gemm_neon.inl"

@@ -1,3 +1,0 @@
-// The linear layers of the set neon_mmla; see gemm_neon.inl.
-#define DIPTYCH_ISA neon_mmla
-#include "gemm_neon.inl"

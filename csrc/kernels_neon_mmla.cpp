@@ -1,4 +1,0 @@
-// The program's kernels compiled for neon_mmla; see kernels.inl. Reached only through kernel_sets.h.
-#define DIPTYCH_ISA neon_mmla
-#define DIPTYCH_NEON 1
-#include "kernels.inl"
