@@ -24,9 +24,9 @@ from diptych.engine.load import bundled_dir
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.request import StructuredSpec
-from diptych.server.answers import json_bytes
-from diptych.server.door import BodyLimits, Workers, parse_within
-from diptych.server.errors import ApiError
+from diptych.server.http.answers import json_bytes
+from diptych.server.http.door import BodyLimits, Workers, parse_within
+from diptych.server.http.errors import ApiError
 from diptych.server.reader import Reader, message_dicts
 from diptych.server.schema import ChatBody, CompletionBody
 

@@ -1,4 +1,4 @@
-"""What it costs a step that the server remembers its last minutes (`server/recent.py`), beside a server that does not.
+"""What it costs a step that the server remembers its last minutes (`server/watch/recent.py`), beside a server that does not.
 
 python benchmarks/recent_cost.py --concurrency 1 16 64
 
@@ -18,8 +18,8 @@ from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import EngineConfig
 from diptych.lab.http_cost import offline_tokens_per_s
 from diptych.metrics import StepRecord
-from diptych.server import recent
-from diptych.server.recent import Recent
+from diptych.server.watch import recent
+from diptych.server.watch.recent import Recent
 
 CLOCK = MonotonicClock()
 NEW_TOKENS, PROMPT_TOKENS, VOCAB = 64, 128, 4000

@@ -18,8 +18,8 @@ from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.events import Event, StepEndEvent
 from diptych.lab.http_cost import offline_tokens_per_s
 from diptych.metrics import EventBook
-from diptych.server.telemetry import Telemetry
-from diptych.server.timelines import Timelines
+from diptych.server.watch.telemetry import Telemetry
+from diptych.server.watch.timelines import Timelines
 
 CLOCK = MonotonicClock()
 NEW_TOKENS, PROMPT_TOKENS, VOCAB = 64, 128, 4000

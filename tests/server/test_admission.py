@@ -12,7 +12,7 @@ import pytest
 from diptych.ground.errors import ConfigError
 from diptych.server.admission import BURST_S, MAX_RETRY_S, MIN_QUEUE_S, OVERLOAD_S, Admission, Backlog
 from diptych.server.config import FILES_KEPT, MOST_OPEN_REQUESTS, open_requests_limit
-from diptych.server.errors import ApiError
+from diptych.server.http.errors import ApiError
 
 
 def backlog(**changes: float) -> Backlog:

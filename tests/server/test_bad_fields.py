@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diptych.server.bases import Body
+from diptych.server.http.bases import Body
 from diptych.server.messages.body import MessagesBody
 from diptych.server.responses.body import ResponsesBody
 from diptych.server.schema import ChatBody, CompletionBody

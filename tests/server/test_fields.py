@@ -13,12 +13,12 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from diptych.server import schema, tool_choice
-from diptych.server.bases import Body
-from diptych.server.door import parse
 from diptych.server.embeddings import body as embeddings_body
 from diptych.server.embeddings.body import EmbeddingBody, RerankBody, ScoreBody
-from diptych.server.errors import ApiError
-from diptych.server.fields import NO_EFFECT, OF_CHATS, OF_PROMPTS, REFUSED, Refusal, ignored_header
+from diptych.server.http.bases import Body
+from diptych.server.http.door import parse
+from diptych.server.http.errors import ApiError
+from diptych.server.http.fields import NO_EFFECT, OF_CHATS, OF_PROMPTS, REFUSED, Refusal, ignored_header
 from diptych.server.messages import body as messages_body
 from diptych.server.messages.body import MessagesBody
 from diptych.server.reader import message_dicts

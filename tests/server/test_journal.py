@@ -24,8 +24,8 @@ from diptych.ground.errors import ConfigError
 from diptych.ground.events import StepBeginEvent, StepEndEvent
 from diptych.ground.shape import AdapterShape, StepShape
 from diptych.metrics import EventBook
-from diptych.server import journal
 from diptych.server.config import ServerConfig
+from diptych.server.watch import journal
 from diptych.sim.journal import id_digest, journal_load, journal_minutes
 from lora import ALL, write_adapter
 from server_process import ServerProcess

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from diptych.server.answers import json_bytes
-from diptych.server.door import BodyLimits, json_shape, parse_within
-from diptych.server.errors import ApiError
+from diptych.server.http.answers import json_bytes
+from diptych.server.http.door import BodyLimits, json_shape, parse_within
+from diptych.server.http.errors import ApiError
 from diptych.server.schema import ChatBody, CompletionBody
 from server_process import ServerProcess, check_account, events_of
 
@@ -105,7 +105,7 @@ def test_the_shape_of_a_body_is_counted_without_its_strings(monkeypatch: pytest.
         return "".join(draw.choice('ab,:{[]}"\\é\n') for _ in range(draw.randrange(8)))
 
     for piece_bytes in (1, 2, 3, 7, 1 << 20):
-        monkeypatch.setattr("diptych.server.door._PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr("diptych.server.http.door._PIECE_BYTES", piece_bytes)
         for _ in range(60):
             made = value(4)
             raw = json.dumps(made, ensure_ascii=draw.random() < 0.5)

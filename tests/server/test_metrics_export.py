@@ -27,9 +27,9 @@ from diptych.metrics import EventBook, RequestRecord
 from diptych.server.admission import Outlook
 from diptych.server.app import create_app
 from diptych.server.config import ServerConfig
-from diptych.server.metrics_export import MetricsCollector, ServedModel, exposition
 from diptych.server.state import ServerState
-from diptych.server.telemetry import LiveHistogram, Telemetry
+from diptych.server.watch.metrics_export import MetricsCollector, ServedModel, exposition
+from diptych.server.watch.telemetry import LiveHistogram, Telemetry
 
 GOLDEN = Path(__file__).with_name("metrics.golden.txt")
 MODEL = ServedModel(

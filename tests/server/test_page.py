@@ -25,7 +25,7 @@ from diptych.engine.cost_view import CostView
 from diptych.ground.config import ComputeConfig
 from diptych.ground.shape import StepShape
 from diptych.metrics import StepRecord
-from diptych.server.live import MAX_FRAME_STEPS, MAX_WATCHERS, LiveFeed
+from diptych.server.watch.live import MAX_FRAME_STEPS, MAX_WATCHERS, LiveFeed
 from live_page import HELLO, frame, needs_browser, step
 from server_process import ServerProcess
 

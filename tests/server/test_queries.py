@@ -10,7 +10,7 @@ import openai
 import pytest
 from anthropic import Anthropic
 
-from diptych.server.query import NO_EFFECT, page
+from diptych.server.http.query import NO_EFFECT, page
 from server_process import ServerProcess
 
 MODEL = "diptych-10m"

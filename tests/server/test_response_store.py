@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from diptych.ground.errors import ConfigError
-from diptych.server.errors import ApiError
+from diptych.server.http.errors import ApiError
 from diptych.server.responses import store as store_module
 from diptych.server.responses.store import ResponseStore, StoredResponse
 

@@ -15,10 +15,10 @@ from diptych.ground.errors import (
     SequenceError,
 )
 from diptych.ground.request import SamplingParams
-from diptych.server.bases import Body
 from diptych.server.config import ServerConfig
-from diptych.server.door import parse
-from diptych.server.errors import ApiError, error_body, error_response, from_engine_error
+from diptych.server.http.bases import Body
+from diptych.server.http.door import parse
+from diptych.server.http.errors import ApiError, error_body, error_response, from_engine_error
 from diptych.server.schema import ChatBody, CompletionBody, depth_of
 from diptych.server.text_bodies import TokenizeBody
 

@@ -9,9 +9,9 @@ import uvicorn
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from diptych.server import door, sse
-from diptych.server.answers import JsonAnswer
-from diptych.server.errors import ApiError
+from diptych.server.http import door, sse
+from diptych.server.http.answers import JsonAnswer
+from diptych.server.http.errors import ApiError
 
 
 async def three() -> AsyncGenerator[bytes, None]:

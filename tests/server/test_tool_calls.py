@@ -20,7 +20,7 @@ from diptych.engine.load import bundled_dir
 from diptych.engine.text.call_form import KEY, KIND, NAME, CallForm, Style
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
-from diptych.server.door import Workers
+from diptych.server.http.door import Workers
 from diptych.server.reader import Reader
 from engine.text import templates
 from server_process import ServerProcess, check_account

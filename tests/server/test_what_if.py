@@ -22,7 +22,7 @@ from diptych.ground.events import StepBeginEvent, StepEndEvent
 from diptych.ground.request import Request, SamplingParams
 from diptych.ground.shape import StepShape
 from diptych.metrics import EventBook
-from diptych.server.recent import Recent
+from diptych.server.watch.recent import Recent
 from diptych.sim.executor import PredictedExecutor
 from diptych.stepper import Stepper, serve
 from server_process import ServerProcess

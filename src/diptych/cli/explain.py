@@ -26,8 +26,8 @@ from diptych.ground.request import Segment
 from diptych.ground.shape import StepShape
 from diptych.insight.explanation import Explanation, Part, explain, volatile_spot
 from diptych.insight.segments import cover
-from diptych.server.door import parse
-from diptych.server.errors import ApiError
+from diptych.server.http.door import parse
+from diptych.server.http.errors import ApiError
 from diptych.server.reader import message_dicts, tool_dicts
 from diptych.server.text_bodies import TemplateBody
 

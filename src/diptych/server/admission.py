@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from diptych.server.errors import ApiError
+from diptych.server.http.errors import ApiError
 
 SMOOTHING = 0.2
 # prefill tokens between two samples below which a sample says more about step overhead than about the rate

@@ -21,33 +21,33 @@ from starlette.responses import Response
 from diptych.engine.engine import Engine
 from diptych.ground.clock import wall_time_s
 from diptych.ground.errors import EngineError
-from diptych.server.answers import JsonAnswer, json_bytes
 from diptych.server.chat import ChatAnswer, turn_request
 from diptych.server.completions import CompletionAnswer
-from diptych.server.door import LEFT, OPEN_PATHS, TELL_REFUSED, CountRefused, RequireKey
 from diptych.server.embeddings.routes import BODIES as EMBEDDING_BODIES
 from diptych.server.embeddings.routes import add_embeddings
-from diptych.server.errors import ApiError, error_response, from_engine_error, from_query_error
+from diptych.server.http.answers import JsonAnswer, json_bytes
+from diptych.server.http.door import LEFT, OPEN_PATHS, TELL_REFUSED, CountRefused, RequireKey
+from diptych.server.http.errors import ApiError, error_response, from_engine_error, from_query_error
+from diptych.server.http.openapi import body_of, install_openapi, responses
+from diptych.server.http.query import TellingRoute, page, several
+from diptych.server.http.request_id import RequestIds, id_headers
+from diptych.server.http.sites import site_middleware
+from diptych.server.http.sse import EventStream
 from diptych.server.jobs import generate
 from diptych.server.loras import BODIES as LORA_BODIES
 from diptych.server.loras import add_loras
 from diptych.server.messages.routes import BODIES as MESSAGES_BODIES
 from diptych.server.messages.routes import add_messages
-from diptych.server.metrics_export import exposition
-from diptych.server.openapi import body_of, install_openapi, responses
-from diptych.server.query import TellingRoute, page, several
 from diptych.server.reader import piece
-from diptych.server.recent import parse_changes, what_if_answer
-from diptych.server.request_id import RequestIds, id_headers
 from diptych.server.responses.routes import BODIES as RESPONSES_BODIES
 from diptych.server.responses.routes import add_responses
 from diptych.server.schema import ChatBody, CompletionBody
-from diptych.server.sites import site_middleware
-from diptych.server.sse import EventStream
 from diptych.server.state import ServerState
-from diptych.server.telemetry import LiveHistogram
 from diptych.server.text_bodies import DetokenizeBody, TemplateBody, TokenizeBody
-from diptych.server.timelines import timelines_json
+from diptych.server.watch.metrics_export import exposition
+from diptych.server.watch.recent import parse_changes, what_if_answer
+from diptych.server.watch.telemetry import LiveHistogram
+from diptych.server.watch.timelines import timelines_json
 from diptych.sim.counterfactual import USUAL_CHANGES, Minutes
 
 logger = logging.getLogger("diptych.server")

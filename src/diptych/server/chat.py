@@ -11,13 +11,13 @@ from diptych.ground.clock import wall_time_s
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams, StructuredSpec
 from diptych.server.accounting import running_usage
-from diptych.server.answers import Fragments
-from diptych.server.errors import of_stream
 from diptych.server.generation import Generation, asked, sampling_params
+from diptych.server.http.answers import Fragments
+from diptych.server.http.errors import of_stream
+from diptych.server.http.sse import DONE, error_event, event
 from diptych.server.logprobs import logprobs_json
 from diptych.server.reader import tool_dicts
 from diptych.server.schema import ChatBody
-from diptych.server.sse import DONE, error_event, event
 from diptych.server.structured import constraint_field, structured_spec
 from diptych.server.tool_choice import chosen
 from diptych.server.turn import ToolUse, TurnRequest, TurnShape

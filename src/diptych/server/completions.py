@@ -15,8 +15,6 @@ from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams
 from diptych.ground.step import TokenLogprobs
 from diptych.server.accounting import running_usage
-from diptych.server.answers import Fragments
-from diptych.server.errors import ApiError, of_stream
 from diptych.server.generation import (
     Generation,
     OpenedRequest,
@@ -25,10 +23,12 @@ from diptych.server.generation import (
     close_all,
     sampling_params,
 )
+from diptych.server.http.answers import Fragments
+from diptych.server.http.errors import ApiError, of_stream
+from diptych.server.http.sse import DONE, error_event, event
 from diptych.server.logprobs import TextOffsets, finite
 from diptych.server.progress import WatchedSteps, open_watched
 from diptych.server.schema import MAX_PROMPTS, CompletionBody
-from diptych.server.sse import DONE, error_event, event
 from diptych.server.structured import constraint_field, structured_spec
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's

@@ -32,11 +32,11 @@ class ServerConfig:
     `server.admission`); None: a bound taken from the load itself; math.inf: never refuse.
     drain_timeout_s: how long requests in flight may go on after SIGTERM.
     allowed_hosts: names in `Host` besides this machine's own, "*" for any; allow_origins: sites whose pages may use the
-    server (CORS), such as https://app.example.com, "*" for any (see `server.sites`).
-    max_body_bytes: of one request body; None: what the context can need, with room (see `server.door`).
-    kept_minutes: of requests and steps, for what would have been (see `server.recent`); 0: none.
+    server (CORS), such as https://app.example.com, "*" for any (see `server.http.sites`).
+    max_body_bytes: of one request body; None: what the context can need, with room (see `server.http.door`).
+    kept_minutes: of requests and steps, for what would have been (see `server.watch.recent`); 0: none.
     record: the file that a journal of requests and steps is written to, or where it is there the next by number; at most
-    max_record_bytes of it (see `server.journal`).
+    max_record_bytes of it (see `server.watch.journal`).
     reads_control_tokens: text of messages that spells a control token becomes it (see `engine.text.control`).
     otlp_traces_endpoint: the collector that gets spans of requests (see `engine.spans`); None: nobody.
     response_store: the file that responses are kept in; None: memory. max_stored_bytes, response_ttl_s: at most so much, and

@@ -10,9 +10,9 @@ from typing import Any
 from diptych.engine.async_llm import AsyncLLM
 from diptych.engine.spans import Spans
 from diptych.server.admission import Admission, Backlog, Outlook
-from diptych.server.errors import ApiError
-from diptych.server.telemetry import Telemetry
-from diptych.server.timelines import Timelines
+from diptych.server.http.errors import ApiError
+from diptych.server.watch.telemetry import Telemetry
+from diptych.server.watch.timelines import Timelines
 
 
 class Desk:

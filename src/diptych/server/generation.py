@@ -25,13 +25,13 @@ from diptych.ground.request import AdapterRef, SamplingParams, StructuredSpec
 from diptych.ground.step import TokenLogprobs
 from diptych.server.accounting import Accountant
 from diptych.server.desk import Desk
-from diptych.server.door import Workers
-from diptych.server.errors import ApiError, from_engine_error
 from diptych.server.fingerprint import with_adapter
-from diptych.server.metrics_export import ServedModel
+from diptych.server.http.door import Workers
+from diptych.server.http.errors import ApiError, from_engine_error
 from diptych.server.reader import Ids, Reader
-from diptych.server.request_spans import NAME, end_request_span
 from diptych.server.schema import SamplingBody
+from diptych.server.watch.metrics_export import ServedModel
+from diptych.server.watch.request_spans import NAME, end_request_span
 
 logger = logging.getLogger("diptych.server")
 

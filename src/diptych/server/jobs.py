@@ -12,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from diptych.engine.spans import PARENT_HEADERS
-from diptych.server.answers import JsonAnswer, json_bytes
-from diptych.server.door import Workers, unless_disconnected
-from diptych.server.request_id import request_id_of
+from diptych.server.http.answers import JsonAnswer, json_bytes
+from diptych.server.http.door import Workers, unless_disconnected
+from diptych.server.http.request_id import request_id_of
+from diptych.server.http.sse import EventStream
 from diptych.server.schema import RequestBody, SamplingBody
-from diptych.server.sse import EventStream
 from diptych.server.state import ServerState
-from diptych.server.timelines import Timelines
+from diptych.server.watch.timelines import Timelines
 
 AnyBody = TypeVar("AnyBody", bound=SamplingBody)
 

@@ -11,9 +11,9 @@ from starlette.responses import PlainTextResponse, Response
 
 from diptych.engine.adapters import MAX_NAME_CHARS
 from diptych.ground.errors import CapacityError, ConfigError, LoadError
-from diptych.server.bases import Body
-from diptych.server.errors import ApiError
-from diptych.server.openapi import body_of, responses
+from diptych.server.http.bases import Body
+from diptych.server.http.errors import ApiError
+from diptych.server.http.openapi import body_of, responses
 from diptych.server.state import ServerState
 
 MAX_PATH_CHARS = 4096

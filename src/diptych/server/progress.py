@@ -17,7 +17,7 @@ from diptych.ground.request import SamplingParams
 from diptych.server.desk import Desk
 from diptych.server.generation import Asked, OpenedRequest, StepDelta, merged_steps, open_requests
 from diptych.server.reader import Ids
-from diptych.server.telemetry import Telemetry
+from diptych.server.watch.telemetry import Telemetry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

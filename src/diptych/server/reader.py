@@ -12,7 +12,7 @@ from typing import Any
 from diptych.engine.text.template import ChatTemplate, RenderedPrompt
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.errors import TemplateError
-from diptych.server.door import Workers
+from diptych.server.http.door import Workers
 from diptych.server.prompts import Prompt
 from diptych.server.schema import ChatBody, Message, Tool
 from diptych.server.template_settings import effort_settings, verbosity_settings

@@ -24,7 +24,7 @@ from diptych.engine.async_llm import AsyncLLM
 from diptych.ground.errors import ConfigError
 from diptych.server.app import create_app
 from diptych.server.config import ServerConfig
-from diptych.server.door import BoundedHeaders
+from diptych.server.http.door import BoundedHeaders
 from diptych.server.state import ServerState
 
 logger = logging.getLogger("diptych.server")

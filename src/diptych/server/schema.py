@@ -28,8 +28,8 @@ from pydantic_core import PydanticCustomError
 from diptych.compute.sampling.json_schema import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
 from diptych.compute.sampling.structured import MAX_REGEX_BYTES
 from diptych.ground.request import BOUNDS, MAX_LOGIT_BIAS, MAX_STOP_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-from diptych.server.bases import MAX_TOOLS, Body, StopAtFirst, conflict
-from diptych.server.fields import (
+from diptych.server.http.bases import MAX_TOOLS, Body, StopAtFirst, conflict
+from diptych.server.http.fields import (
     NEEDS_CONTENT,
     NO_EFFECT,
     OF_CHATS,

@@ -21,17 +21,17 @@ from diptych.server.accounting import Accountant
 from diptych.server.admission import Admission
 from diptych.server.config import ServerConfig
 from diptych.server.desk import Desk
-from diptych.server.door import BodyLimits, BodyReader, Workers
 from diptych.server.fingerprint import system_fingerprint
 from diptych.server.generation import Generation
-from diptych.server.journal import Journal
-from diptych.server.live import LiveFeed
-from diptych.server.metrics_export import MetricsCollector, ServedModel
+from diptych.server.http.door import BodyLimits, BodyReader, Workers
 from diptych.server.reader import Reader
-from diptych.server.recent import Recent
 from diptych.server.responses.store import ResponseStore
-from diptych.server.telemetry import Telemetry
-from diptych.server.timelines import Timelines
+from diptych.server.watch.journal import Journal
+from diptych.server.watch.live import LiveFeed
+from diptych.server.watch.metrics_export import MetricsCollector, ServedModel
+from diptych.server.watch.recent import Recent
+from diptych.server.watch.telemetry import Telemetry
+from diptych.server.watch.timelines import Timelines
 from diptych.sim.counterfactual import Machine
 
 logger = logging.getLogger("diptych.server")

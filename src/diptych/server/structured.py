@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 
 from diptych.ground.request import StructuredSpec
-from diptych.server.errors import ApiError
+from diptych.server.http.errors import ApiError
 from diptych.server.schema import ChatBody, GenerationBody, Schema
 
 

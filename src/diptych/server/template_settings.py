@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diptych.server.errors import ApiError
+from diptych.server.http.errors import ApiError
 
 
 def effort_settings(source: str, effort: str | None, *, param: str = "reasoning_effort") -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.config import JsonDict
 
-from diptych.server.bases import StopAtFirst, conflict
+from diptych.server.http.bases import StopAtFirst, conflict
 from diptych.server.schema import MAX_MESSAGES, CacheSalt, ChatPrompt, Message, TellingBody, Whole
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Protocol, TypeVar
 
 from pydantic import Discriminator, Field, Tag
 
-from diptych.server.bases import MAX_TOOLS, Body, StopAtFirst, branch_of_type, conflict
+from diptych.server.http.bases import MAX_TOOLS, Body, StopAtFirst, branch_of_type, conflict
 
 
 class FunctionName(Body):

@@ -21,8 +21,8 @@ from diptych.engine.text.template import RenderedPrompt
 from diptych.ground.events import Usage
 from diptych.ground.request import FreeReasoning, SamplingParams, StructuredSpec
 from diptych.server.accounting import Account
-from diptych.server.errors import ApiError
 from diptych.server.generation import Asked, Generation, OpenedRequest, close_all
+from diptych.server.http.errors import ApiError
 from diptych.server.progress import PromptProgress, WatchedSteps, open_watched
 from diptych.server.turn_parts import ChoiceParts, TurnDelta
 

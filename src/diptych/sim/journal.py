@@ -1,6 +1,6 @@
 """A journal: what a running server did, without a word of what was said, as JSON lines that simulations read.
 
-Written by `server.journal` step by step and request by request; read here as a load (`journal_load`) and as the minutes
+Written by `server.watch.journal` step by step and request by request; read here as a load (`journal_load`) and as the minutes
 around one request (`journal_minutes`). Three kinds of line:
 
     {"diptych_journal": 1, "config": ..., "blocks": ...}           the engine, first

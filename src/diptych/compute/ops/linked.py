@@ -1,10 +1,10 @@
 """Ranks on several machines: `torch.distributed` (gloo) carries what ranks of one machine have in shared memory.
 
 A carrier is what a native team calls at its meetings (csrc/threads/team.h, Link). Three groups of connections: one for the
-gatherings of a step, one for what rank 0 asks (which may wait for hours), one over which rank 0 and each other say that they are there.
-Who dies closes its connections, and whoever waits on one is told by the system; a machine that falls silent is given up after
-LOST_S, and with it whatever waits for it. Nothing is encrypted and nobody is asked who he is: for networks whose machines
-trust each other.
+gatherings of a step, one for what rank 0 asks (which may wait for hours), one over which rank 0 and each other say that they
+are there. Who dies closes its connections, and whoever waits on one is told by the system; a machine that falls silent is
+given up after LOST_S, and with it whatever waits for it. Nothing is encrypted and nobody is asked who he is: for networks
+whose machines trust each other.
 """
 
 from __future__ import annotations

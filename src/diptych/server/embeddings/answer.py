@@ -11,11 +11,11 @@ import numpy as np
 
 from diptych.engine.encoder import Encoder, PooledPrompt, Ranking
 from diptych.ground.clock import wall_time_s
-from diptych.server.answers import Fragments, json_bytes
 from diptych.server.embeddings.body import EmbeddingBody, PooledBody, RerankBody, ScoreBody
 from diptych.server.embeddings.reading import StateReader
-from diptych.server.errors import ApiError
 from diptych.server.generation import Asked, Generation
+from diptych.server.http.answers import Fragments, json_bytes
+from diptych.server.http.errors import ApiError
 
 SHOWN_ACCOUNTS = 64  # of the texts of one body: of more, only what they took together is told
 

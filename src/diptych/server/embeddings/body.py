@@ -11,8 +11,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AliasChoices, Field, PlainValidator, WithJsonSchema, model_validator
 
-from diptych.server.bases import Body, StopAtFirst, conflict
-from diptych.server.fields import Refusal
+from diptych.server.http.bases import Body, StopAtFirst, conflict
+from diptych.server.http.fields import Refusal
 from diptych.server.prompts import Prompt, prompts_of, prompts_schema
 from diptych.server.schema import RequestBody, User, Whole
 

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 from diptych.engine.encoder import NO_TOKENS, PooledPrompt
 from diptych.server.accounting import Account
-from diptych.server.errors import ApiError
 from diptych.server.generation import Asked, Generation, OpenedRequest, close_all
+from diptych.server.http.errors import ApiError
 
 # in line at one time: what the next steps take, and no more, so that other people's prompts do not wait behind a long list
 STEPS_AHEAD = 2

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from diptych.server.answers import JsonAnswer
-from diptych.server.door import unless_disconnected
 from diptych.server.embeddings.answer import EmbeddingAnswer, PooledAnswer, RerankAnswer, ScoreAnswer
 from diptych.server.embeddings.body import EmbeddingBody, PooledBody, RerankBody, ScoreBody
+from diptych.server.http.answers import JsonAnswer
+from diptych.server.http.door import unless_disconnected
+from diptych.server.http.openapi import body_of, responses
 from diptych.server.jobs import named
-from diptych.server.openapi import body_of, responses
 from diptych.server.state import ServerState
 
 BODIES = (EmbeddingBody, RerankBody, ScoreBody)

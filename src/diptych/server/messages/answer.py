@@ -10,11 +10,11 @@ from pydantic_core import from_json
 from diptych.engine.text.tools import ToolCallDelta
 from diptych.ground.events import Usage
 from diptych.ground.phase import FinishReason
-from diptych.server.errors import anthropic_error, of_stream
 from diptych.server.generation import Generation, asked
+from diptych.server.http.errors import anthropic_error, of_stream
+from diptych.server.http.sse import named_event
 from diptych.server.messages.body import MessagesBody
 from diptych.server.messages.conversation import turn_request
-from diptych.server.sse import named_event
 from diptych.server.turn import TurnShape
 from diptych.server.turn_parts import Part, TextPart, ThinkingPart
 

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from diptych.ground.request import BOUNDS
-from diptych.server.bases import MAX_TOOLS, Body, StopAtFirst, branch_of_type, conflict
-from diptych.server.fields import REFUSED as REFUSED_BY_ALL
-from diptych.server.fields import Refusal
+from diptych.server.http.bases import MAX_TOOLS, Body, StopAtFirst, branch_of_type, conflict
+from diptych.server.http.fields import REFUSED as REFUSED_BY_ALL
+from diptych.server.http.fields import Refusal
 from diptych.server.schema import MAX_MESSAGES, JsonSchema, SamplingBody, Stop, TemplateVariables, Whole
 
 _HERE = "nothing runs here but the model; run it yourself, and send what it gave as a tool_result"

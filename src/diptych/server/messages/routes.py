@@ -8,12 +8,12 @@ from fastapi import FastAPI, Request
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from diptych.server.answers import JsonAnswer
+from diptych.server.http.answers import JsonAnswer
+from diptych.server.http.openapi import ANTHROPIC_ERROR, body_of, responses
 from diptych.server.jobs import generate
 from diptych.server.messages.answer import MessagesAnswer
 from diptych.server.messages.body import MessagesBody, MessagesCountBody
 from diptych.server.messages.conversation import conversation, settings
-from diptych.server.openapi import ANTHROPIC_ERROR, body_of, responses
 from diptych.server.state import ServerState
 
 BODIES = (MessagesBody, MessagesCountBody)

@@ -13,9 +13,10 @@ from diptych.engine.text.template import RenderedPrompt
 from diptych.ground.clock import wall_time_s
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import SamplingParams, StructuredSpec
-from diptych.server.answers import json_bytes
-from diptych.server.errors import ApiError, error_body, of_stream
 from diptych.server.generation import Generation, asked, sampling_params
+from diptych.server.http.answers import json_bytes
+from diptych.server.http.errors import ApiError, error_body, of_stream
+from diptych.server.http.sse import DONE
 from diptych.server.logprobs import logprobs_json
 from diptych.server.responses.body import ENCRYPTED, ResponsesBody
 from diptych.server.responses.items import (
@@ -31,7 +32,6 @@ from diptych.server.responses.items import (
 )
 from diptych.server.responses.output import OutputItems
 from diptych.server.responses.store import ResponseStore, StoredResponse
-from diptych.server.sse import DONE
 from diptych.server.turn import TurnRequest, TurnShape
 from diptych.server.turn_parts import TurnDelta
 

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from diptych.ground.request import BOUNDS
-from diptych.server.bases import MAX_TOOLS, Body, StopAtFirst, branch_of_type, conflict
-from diptych.server.fields import NO_EFFECT as NO_EFFECT_ON_ALL
-from diptych.server.fields import REFUSED as REFUSED_BY_ALL
-from diptych.server.fields import Refusal
+from diptych.server.http.bases import MAX_TOOLS, Body, StopAtFirst, branch_of_type, conflict
+from diptych.server.http.fields import NO_EFFECT as NO_EFFECT_ON_ALL
+from diptych.server.http.fields import REFUSED as REFUSED_BY_ALL
+from diptych.server.http.fields import Refusal
 from diptych.server.schema import (
     MAX_MESSAGES,
     FunctionSpec,

@@ -14,8 +14,8 @@ from typing import Any
 from pydantic_core import from_json
 
 from diptych.engine.text.tools import ToolCallDelta
-from diptych.server.answers import Fragments, json_bytes
-from diptych.server.errors import ApiError
+from diptych.server.http.answers import Fragments, json_bytes
+from diptych.server.http.errors import ApiError
 from diptych.server.responses.body import ENCRYPTED, LOGPROBS, encoded_reasoning
 from diptych.server.responses.items import Item, new_id, reasoning_of
 from diptych.server.turn_parts import Part, TextPart, ThinkingPart

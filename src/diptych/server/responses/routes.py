@@ -10,11 +10,11 @@ from fastapi import FastAPI, Query, Request
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from diptych.server.answers import JsonAnswer, json_bytes
-from diptych.server.errors import ApiError
+from diptych.server.http.answers import JsonAnswer, json_bytes
+from diptych.server.http.errors import ApiError
+from diptych.server.http.openapi import body_of, responses
+from diptych.server.http.query import page, several
 from diptych.server.jobs import named, respond, trace_parent
-from diptych.server.openapi import body_of, responses
-from diptych.server.query import page, several
 from diptych.server.responses.answer import Responses, ResponsesAnswer
 from diptych.server.responses.body import Includable, ResponsesBody, ResponsesCountBody
 from diptych.server.responses.items import conversation, given_items, settings

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 from diptych.ground.clock import wall_time_s
 from diptych.ground.errors import ConfigError
-from diptych.server.answers import json_bytes
-from diptych.server.errors import ApiError
+from diptych.server.http.answers import json_bytes
+from diptych.server.http.errors import ApiError
 
 VERSION = 1
 _TABLES = """

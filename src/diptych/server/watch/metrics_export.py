@@ -18,8 +18,8 @@ from diptych.control.stats import CoreStats, WorkerStats
 from diptych.engine.adapters import AdapterCounts
 from diptych.ground.clock import wall_time_s
 from diptych.server.admission import Outlook
-from diptych.server.telemetry import LiveHistogram, Telemetry
-from diptych.server.worker_metrics import worker_metrics
+from diptych.server.watch.telemetry import LiveHistogram, Telemetry
+from diptych.server.watch.worker_metrics import worker_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from diptych.server.door import until_disconnect
-from diptych.server.errors import ApiError, error_body
+from diptych.server.http.door import until_disconnect
+from diptych.server.http.errors import ApiError, error_body
 
 DONE = b"data: [DONE]\n\n"
 # a stream that always has its next event ready lets others in after this many bytes, which take 4 to 8 ms to make

@@ -22,10 +22,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from diptych.ground.bounds import lone_surrogate
-from diptych.server.bases import Body
-from diptych.server.errors import ApiError, error_response, from_validation_error
-from diptych.server.fields import note_ignored
-from diptych.server.request_id import id_headers
+from diptych.server.http.bases import Body
+from diptych.server.http.errors import ApiError, error_response, from_validation_error
+from diptych.server.http.fields import note_ignored
+from diptych.server.http.request_id import id_headers
 
 MAX_HEADER_BYTES = 64 * 1024
 HEADER_TIMEOUT_S = 30.0

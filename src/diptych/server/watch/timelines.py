@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from diptych.metrics import RequestRecord
-from diptych.server.telemetry import Telemetry
+from diptych.server.watch.telemetry import Telemetry
 
 # open answers still need their logs when others finish, so a few more than asked for are kept
 SPARE_LOGS = 1024

@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diptych.server.config import ServerConfig
-from diptych.server.errors import ApiError, error_response
+from diptych.server.http.errors import ApiError, error_response
 
 ANY = "*"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diptych.server.errors import is_anthropic
+from diptych.server.http.errors import is_anthropic
 from diptych.server.schema import REQUEST_ID_PATTERN
 
 HEADER = b"x-request-id"

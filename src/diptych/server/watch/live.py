@@ -18,10 +18,10 @@ from diptych.ground.shape import StepShape
 from diptych.insight.segments import TokenWork
 from diptych.metrics import RequestRecord, StepRecord
 from diptych.server.desk import Desk
-from diptych.server.errors import ApiError
-from diptych.server.metrics_export import ServedModel
-from diptych.server.sse import event as sse_event
-from diptych.server.telemetry import LiveHistogram
+from diptych.server.http.errors import ApiError
+from diptych.server.http.sse import event as sse_event
+from diptych.server.watch.metrics_export import ServedModel
+from diptych.server.watch.telemetry import LiveHistogram
 
 FRAME_S = 0.25
 MAX_FRAME_STEPS = 48  # drawn steps of a frame; of what comes behind them, decode of the same sequences is drawn as one

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
 from diptych.ground.errors import CapacityError, EngineError, PromptTooLong, RequestError, SequenceError
-from diptych.server.wording import complaint
+from diptych.server.http.wording import complaint
 
 logger = logging.getLogger("diptych.server")
 

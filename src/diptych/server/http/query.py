@@ -13,8 +13,8 @@ from fastapi.routing import APIRoute
 from pydantic import AliasChoices
 from starlette.responses import Response
 
-from diptych.server.errors import ApiError
-from diptych.server.fields import ignored_header, ignored_of
+from diptych.server.http.errors import ApiError
+from diptych.server.http.fields import ignored_header, ignored_of
 
 NO_EFFECT: Mapping[str, str] = {"beta": "says by which of its names Anthropic's client was called"}
 

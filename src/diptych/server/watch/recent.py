@@ -18,7 +18,7 @@ from diptych.ground.errors import ConfigError
 from diptych.ground.request import Request
 from diptych.ground.shape import StepShape
 from diptych.metrics import RequestRecord, StepRecord
-from diptych.server.errors import ApiError
+from diptych.server.http.errors import ApiError
 from diptych.sim.counterfactual import Change, Machine, Minutes, Past, past_of, times_of, what_if
 
 # what is held at most, whatever the load

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from diptych.server.bases import Body
+from diptych.server.http.bases import Body
 
 _ERROR_SCHEMA = {
     "type": "object",
