@@ -1,7 +1,8 @@
-"""What tests of the live page share: the browser's path, and a feed in the words of `/live`."""
+"""What tests of the pages share: the browser's path, a feed in the words of `/live`, an answer as it is streamed."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from typing import Any
 
@@ -18,6 +19,32 @@ HELLO = {
 }  # fmt: skip
 NOTHING = {"edges": [1.0], "counts": [0, 0]}
 ENDS = {"stop": 0, "length": 0, "abort": 0, "error": 0}
+
+# text that can be read, and what is behind it: [ratio of contrast, tag, text]
+CONTRASTS = """() => {
+  const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const light = (colour) => parts(colour).slice(0, 3).map(v => v / 255)
+    .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, at) => sum + v * [0.2126, 0.7152, 0.0722][at], 0.05);
+  const ratio = (a, b) => Math.max(light(a), light(b)) / Math.min(light(a), light(b));
+  const behind = (one) => {
+    while (one && (parts(getComputedStyle(one).backgroundColor)[3] ?? 1) === 0) one = one.parentElement;
+    return getComputedStyle(one ?? document.documentElement).backgroundColor;
+  };
+  const found = [];
+  for (const one of document.querySelectorAll("body *")) {
+    const style = getComputedStyle(one);
+    if (!one.checkVisibility() || style.opacity < 1) continue;
+    const name = `${one.tagName} ${one.id}`;
+    if ([...one.childNodes].some(node => node.nodeType === 3 && node.textContent.trim()))
+      found.push([ratio(style.color, behind(one)), 4.5, `text of ${name}`]);
+    if (one.placeholder)
+      found.push([ratio(getComputedStyle(one, "::placeholder").color, behind(one)), 4.5, `placeholder of ${name}`]);
+    if (["INPUT", "TEXTAREA", "SELECT"].includes(one.tagName))
+      found.push([ratio(style.borderTopColor, behind(one.parentElement)), 3, `edge of ${name}`]);
+  }
+  return found.filter(([ratio, least]) => ratio < least);
+}"""
 
 
 def frame(now_s: float, requests: int, *steps: dict[str, Any], busy_s: float) -> dict[str, object]:
@@ -37,3 +64,9 @@ def step(at_s: float, *ids: str, prompt: str | None = None) -> dict[str, Any]:
     """One that decodes these, and reads another's prompt."""
     chunks = [] if prompt is None else [[prompt, 4, 0]]
     return {"t": at_s, "s": 0.1, "p": 4 * len(chunks), "d": len(ids), "g": [3, 1], "chunks": chunks, "seqs": ids}
+
+
+def told(*parts: dict[str, Any], end: str | None = "stop") -> str:
+    """An answer streamed in these deltas, as the server sends it."""
+    deltas = [*({"delta": one, "finish_reason": None} for one in parts), {"delta": {}, "finish_reason": end}]
+    return "".join(f"data: {json.dumps({'choices': [{'index': 0} | one]})}\n\n" for one in deltas) + "data: [DONE]\n\n"

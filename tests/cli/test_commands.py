@@ -27,6 +27,7 @@ from diptych.engine.load import bundled_dir
 from diptych.engine.text.template import DEFAULT_TEMPLATE_WORDS
 from diptych.ground.request import SamplingParams
 from diptych.server.config import ServerConfig
+from diptych.server.page_routes import abilities_json
 from diptych.server.state import ServerState
 from lora import write_adapter
 from started import run
@@ -251,9 +252,11 @@ def test_who_talks_to_a_model_without_a_template_is_told(
         assert DEFAULT_TEMPLATE_WORDS in capsys.readouterr().err
     engine = AsyncLLM(str(tmp_path), max_context_tokens=256)
     with caplog.at_level(logging.WARNING, logger="diptych.server"):
-        ServerState(engine, ServerConfig(), ceilings=None)
+        state = ServerState(engine, ServerConfig(), ceilings=None)
+    told = abilities_json(state)
     engine.close()
     assert DEFAULT_TEMPLATE_WORDS in caplog.messages
+    assert (told["writes"], told["note"], told["thinking"]) == (True, DEFAULT_TEMPLATE_WORDS, [])
 
 
 def test_embed_writes_a_vector_per_line_and_reports_one_phase(tmp_path: Path) -> None:

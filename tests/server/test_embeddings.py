@@ -258,6 +258,12 @@ def test_a_model_that_writes_says_so(server: ServerProcess) -> None:
             assert "--task embed" in error["message"]
 
 
+def test_the_page_to_chat_in_says_what_this_model_is_for(http: httpx.Client) -> None:
+    told = http.get("/page/abilities").json()
+    assert told["writes"] is True  # it has a head, and answers
+    assert "made for embeddings" in told["note"]
+
+
 def test_answers_run_beside_a_long_list(embedding: ServerProcess) -> None:
     """A thousand texts go in as far as two steps reach; a stream beside them is not kept waiting for all of them."""
     before = embedding.metric("diptych_states_total")

@@ -9,36 +9,10 @@ from typing import Any
 
 import pytest
 
-from live_page import HELLO, frame, needs_browser
+from live_page import CONTRASTS, HELLO, frame, needs_browser, told
 from server_process import ServerProcess
 
 pytestmark = [pytest.mark.browser, needs_browser]
-
-# text that can be read, and what is behind it: [ratio of contrast, tag, text]
-CONTRASTS = """() => {
-  const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
-  const light = (colour) => parts(colour).slice(0, 3).map(v => v / 255)
-    .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, v, at) => sum + v * [0.2126, 0.7152, 0.0722][at], 0.05);
-  const ratio = (a, b) => Math.max(light(a), light(b)) / Math.min(light(a), light(b));
-  const behind = (one) => {
-    while (one && (parts(getComputedStyle(one).backgroundColor)[3] ?? 1) === 0) one = one.parentElement;
-    return getComputedStyle(one ?? document.documentElement).backgroundColor;
-  };
-  const found = [];
-  for (const one of document.querySelectorAll("body *")) {
-    const style = getComputedStyle(one);
-    if (!one.checkVisibility() || style.opacity < 1) continue;
-    const name = `${one.tagName} ${one.id}`;
-    if ([...one.childNodes].some(node => node.nodeType === 3 && node.textContent.trim()))
-      found.push([ratio(style.color, behind(one)), 4.5, `text of ${name}`]);
-    if (one.placeholder)
-      found.push([ratio(getComputedStyle(one, "::placeholder").color, behind(one)), 4.5, `placeholder of ${name}`]);
-    if (["INPUT", "TEXTAREA", "SELECT"].includes(one.tagName))
-      found.push([ratio(style.borderTopColor, behind(one.parentElement)), 3, `edge of ${name}`]);
-  }
-  return found.filter(([ratio, least]) => ratio < least);
-}"""
 
 
 @pytest.fixture
@@ -63,12 +37,6 @@ def page(server: ServerProcess, browser: object, wait: Any) -> Iterator[Any]:
     yield opened
     context.close()
     assert problems == []
-
-
-def told(*parts: dict[str, Any], end: str | None = "stop") -> str:
-    """An answer streamed in these deltas, as the server sends it."""
-    deltas = [*({"delta": one, "finish_reason": None} for one in parts), {"delta": {}, "finish_reason": end}]
-    return "".join(f"data: {json.dumps({'choices': [{'index': 0} | one]})}\n\n" for one in deltas) + "data: [DONE]\n\n"
 
 
 def play(page: Any, wait: Any, file: Path, *events: dict[str, Any]) -> None:

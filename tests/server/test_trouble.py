@@ -436,6 +436,7 @@ def test_every_route_needs_the_key_but_health_and_ready(guarded: ServerProcess) 
     document = httpx.get(f"{guarded.url}/openapi.json", headers=guarded.headers).json()
     routes = [(method, path) for path, methods in document["paths"].items() for method in methods]
     routes += [("get", "/"), ("get", "/live"), ("get", "/page/page.js"), ("get", "/openapi.json"), ("get", "/made/up")]
+    routes += [("get", "/chat"), ("get", "/page/abilities"), ("post", "/page/markdown")]
     assert len(routes) > 15
     wrong = ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic ???"}, {"Authorization": ""})
     with httpx.Client(base_url=guarded.url, timeout=30) as http:  # one: each reads all certificates that there are

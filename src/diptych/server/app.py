@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from importlib import resources
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
@@ -32,12 +31,12 @@ from diptych.server.http.openapi import body_of, install_openapi, responses
 from diptych.server.http.query import TellingRoute, page, several
 from diptych.server.http.request_id import RequestIds, id_headers
 from diptych.server.http.sites import site_middleware
-from diptych.server.http.sse import EventStream
 from diptych.server.jobs import generate
 from diptych.server.loras import BODIES as LORA_BODIES
 from diptych.server.loras import add_loras
 from diptych.server.messages.routes import BODIES as MESSAGES_BODIES
 from diptych.server.messages.routes import add_messages
+from diptych.server.page_routes import add_page
 from diptych.server.reader import piece
 from diptych.server.responses.routes import BODIES as RESPONSES_BODIES
 from diptych.server.responses.routes import add_responses
@@ -55,20 +54,6 @@ logger = logging.getLogger("diptych.server")
 WATCH_S = 0.05
 LOG_EVERY_S = 10.0
 Lifecycle = Literal["active", "deprecated", "retired"]  # of Anthropic's models
-PAGE_FILES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/page/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/page/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
-    "/page/try.js": ("try.js", "text/javascript; charset=utf-8"),
-    "/page/whatif.js": ("whatif.js", "text/javascript; charset=utf-8"),
-    "/page/workers.js": ("workers.js", "text/javascript; charset=utf-8"),
-}
-PAGE_HEADERS = {
-    "content-security-policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "cache-control": "no-cache",
-}
 
 
 def create_app(state: ServerState) -> FastAPI:
@@ -117,7 +102,7 @@ def create_app(state: ServerState) -> FastAPI:
     _add_status(app, state)
     _add_models(app, state)
     add_loras(app, state)
-    _add_page(app, state)
+    add_page(app, state)
     _add_short_paths(app)
     texts = (TokenizeBody, DetokenizeBody, TemplateBody)
     install_openapi(
@@ -446,23 +431,3 @@ def _add_models(app: FastAPI, state: ServerState) -> None:
         adapter = state.generation.served(name).adapter
         card = next((one for one in adapter_cards() if adapter is not None and one["id"] == adapter.name), None)
         return model_card(name) if card is None else card
-
-
-def _add_page(app: FastAPI, state: ServerState) -> None:
-    folder = resources.files("diptych.server") / "page"
-
-    def file_route(name: str, kind: str) -> Callable[[], Awaitable[Response]]:
-        content = (folder / name).read_bytes()
-
-        async def send() -> Response:
-            return Response(content, headers={**PAGE_HEADERS, "content-type": kind})
-
-        return send
-
-    for path, (name, kind) in PAGE_FILES.items():
-        app.add_api_route(path, file_route(name, kind), include_in_schema=False)
-
-    @app.get("/live", include_in_schema=False)
-    async def live() -> Response:
-        """Frames for the page, as server-sent events."""
-        return EventStream(state.live.watch())

@@ -1,5 +1,6 @@
 // The live page: one event stream in, everything on the page redrawn from it four times a second.
 import { drawDistribution, drawRates, drawTimeline, label, milliseconds, perSecond, quantile, short } from "./charts.js";
+import { setUpTheme } from "./theme.js";
 import { setUpTry } from "./try.js";
 import { setUpWhatIf } from "./whatif.js";
 import { drawWorkers } from "./workers.js";
@@ -16,28 +17,7 @@ const LEAVE_S = 3; // that a page is out of sight before it leaves the feed
 const el = (id) => document.getElementById(id);
 const state = { hello: null, frame: null, steps: [], seen: new Map(), nSeen: 0, finished: [], rates: [], span: null, pointer: null, chosen: null, refused: [], lastAt: null };
 
-// a browser that keeps nothing for pages raises at the name alone
-function keptTheme(...name) {
-  try {
-    if (name.length > 0) localStorage.setItem("theme", name[0]);
-    return localStorage.getItem("theme");
-  } catch {
-    return null;
-  }
-}
-
-function setTheme(name) {
-  document.documentElement.dataset.theme = name;
-  if (state.frame) redraw();
-}
-const preferred = window.matchMedia("(prefers-color-scheme: dark)");
-const wantedTheme = () => keptTheme() ?? (preferred.matches ? "dark" : "light");
-setTheme(wantedTheme());
-preferred.addEventListener("change", () => setTheme(wantedTheme()));
-el("theme").addEventListener("click", () => {
-  setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
-  keptTheme(document.documentElement.dataset.theme);
-});
+setUpTheme(() => { if (state.frame) redraw(); });
 
 let source = null;
 let played = 0; // files so far: one that is opened takes the place of the one before

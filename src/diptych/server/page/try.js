@@ -1,5 +1,6 @@
 // The box to try a prompt: streams the answer and shows its account, phase by phase and segment by segment.
-import { milliseconds, short } from "./charts.js";
+import { accountOf } from "./account.js";
+import { endWords, events, words } from "./stream.js";
 
 const el = (id) => document.getElementById(id);
 
@@ -14,22 +15,6 @@ function body(isChat) {
   const messages = [{ role: "user", content: el("try-prompt").value }];
   if (el("try-system").value.trim()) messages.unshift({ role: "system", content: el("try-system").value });
   return { ...shared, messages };
-}
-
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let buffer = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    buffer += value;
-    const blocks = buffer.split("\n\n");
-    buffer = blocks.pop();
-    for (const block of blocks) {
-      const data = block.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("\n");
-      if (data && data !== "[DONE]") yield JSON.parse(data);
-    }
-  }
 }
 
 function say(text, isError = false) {
@@ -58,7 +43,7 @@ function show(chunk) {
     // appended: a text written anew with every token is read aloud from its beginning, and loses what was selected in it
     if (delta.content) write(el("try-answer"), delta.content);
   }
-  if (chunk.timings) report(chunk.usage, chunk.timings);
+  if (chunk.timings) el("try-report").replaceChildren(...accountOf(chunk.timings));
   return reason;
 }
 
@@ -74,55 +59,7 @@ async function send(controller) {
   let reason = null;
   for await (const chunk of events(response)) reason = show(chunk) ?? reason;
   if (reason === null) throw new Error("the answer broke off: the server ended the connection");
-  say({ length: "cut off: max tokens or the end of the context was reached", abort: "ended by another" }[reason] ?? "");
-}
-
-// what the browser says of a lost connection differs from one to the next, and in none says what was lost
-export const words = (error) => (error instanceof TypeError ? "the connection to the server is lost, or there was none" : error.message);
-
-function make(tag, attributes, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) node[name] = value;
-  node.append(...children);
-  return node;
-}
-
-function bar(name, ms, all) {
-  const part = make("span", { className: name, title: `${name} ${milliseconds(ms / 1e3)}` });
-  part.style.width = `${(100 * ms) / all}%`;
-  return part;
-}
-
-function report(usage, timings) {
-  const own = timings.diptych;
-  const all = Math.max(1e-6, own.queue_ms + own.prefill_ms + own.transfer_ms + own.decode_ms);
-  const text = (ms) => (ms === null ? "-" : milliseconds(ms / 1e3));
-  const parts = [["queue", own.queue_ms], ["prefill", own.prefill_ms], ["transfer", own.transfer_ms], ["decode", own.decode_ms - own.stall_ms], ["stall", own.stall_ms]];
-  const phases = make("div", { className: "phases" }, ...parts.filter(([, ms]) => ms > 0).map(([name, ms]) => bar(name, ms, all)));
-  const named = (name, word, ms) => make("span", {}, make("i", { className: name }), `${word} ${text(ms)}`);
-  const line = [
-    `first token after ${text(own.ttft_ms)} = `, named("queue", "queue", own.queue_ms), " + ", named("prefill", "prefill", own.prefill_ms),
-    ...(own.transfer_ms > 0 ? [" + ", named("transfer", "transfer", own.transfer_ms)] : []), " · ", named("decode", "decode", own.decode_ms),
-    ...(own.stall_ms > 0 ? [", of it ", named("stall", "stalled", own.stall_ms)] : []),
-  ];
-  const head = ["", "tokens", "measured", "rate", "predicted of its steps", "ceiling allows"];
-  const rows = [
-    ["prefill", `${timings.prompt_n} (+${timings.cache_n} cached)`, text(own.prefill_ms), `${short(timings.prompt_per_second)} tok/s`, text(own.predicted.prefill_ms), text(own.roofline.prefill_ms)],
-    ["decode", `${timings.predicted_n}`, text(own.decode_ms), `${short(timings.predicted_per_second)} tok/s`, text(own.predicted.decode_ms), text(own.roofline.decode_ms)],
-  ];
-  if (own.thinking_n > 0) rows.push(["of it thinking", `${own.thinking_n}`, text(own.thinking_ms), "", "", ""]);
-  const longest = Math.max(1e-9, ...own.segments.map((one) => one.prefill_ms));
-  const segments = own.segments.map((one) => {
-    const mini = make("i", { className: one.cached_tokens === one.tokens ? "mini hit" : "mini" });
-    mini.style.width = `${Math.max(2, (80 * one.prefill_ms) / longest)}px`;
-    return [one.name, `${one.tokens}`, `${one.cached_tokens}`, text(one.prefill_ms), mini];
-  });
-  const table = (titles, lines) => make("div", { className: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, ...titles.map((title) => make("th", {}, title)))), make("tbody", {}, ...lines.map((cells) => make("tr", {}, ...cells.map((cell) => make("td", {}, cell)))))));
-  el("try-report").replaceChildren(
-    make("h3", {}, "where the time went"), phases, make("p", { className: "legend parts" }, ...line), table(head, rows),
-    ...(own.predicted.reason === null ? [] : [make("p", { className: "note" }, `no prediction: ${own.predicted.reason}`)]),
-    make("h3", {}, "time to first token by part of the prompt"), table(["part", "tokens", "cached", "prefill", ""], segments),
-  );
+  say(endWords[reason] ?? "");
 }
 
 // not `disabled`: whoever is at a button with the keyboard would be sent to the top of the page

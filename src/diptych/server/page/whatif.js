@@ -1,6 +1,6 @@
 // What a finished request's times would have been: the server runs its last minutes again with one thing changed.
-import { milliseconds } from "./charts.js";
-import { words } from "./try.js";
+import { text as time } from "./account.js";
+import { words } from "./stream.js";
 
 const el = (id) => document.getElementById(id);
 let asked = null; // the request on show
@@ -99,8 +99,4 @@ function bars(cell, parts) {
     box.append(part);
   }
   cell.append(box);
-}
-
-function time(ms) {
-  return ms === null || ms === undefined ? "-" : milliseconds(ms / 1e3);
 }
