@@ -172,7 +172,14 @@ def test_processes_that_simulate_end_with_the_command(ends: signal.Signals) -> N
     load = ("simulate", "llama-3.1-8b", "-d", "l40s", "--rate", "9/s", "--requests", "200000", "--engines", "2")
     command = [sys.executable, "-m", "diptych", *load, "--cells", "2", "--processes", "2"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # background jobs of a shell inherit it ignored
     )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while len(children.read_text().split()) < 3:  # two that simulate, and the tracker of their semaphores

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).resolve().parents[2] / "csrc" / "bench"
-BUILD, SOURCE = BENCH.parents[1] / "build", BENCH.parent
+BUILD = BENCH.parents[1] / "build"
+SOURCES = [path for path in BENCH.parent.glob("*/*.*") if path.parent.name not in ("bench", "module", "test")]
 MACHINE = platform.machine()
 
 
@@ -26,7 +27,7 @@ def compiler() -> str:
 
 def installed() -> Path | None:
     """The archive of kernels that the installation has built, unless a source is newer than it."""
-    newest = max(path.stat().st_mtime for path in SOURCE.glob("*.*") if not path.name.startswith("module"))
+    newest = max(path.stat().st_mtime for path in SOURCES)
     archives = [one for one in BUILD.glob(f"cp*-linux_{MACHINE}/libdiptych_kernels.a") if one.stat().st_mtime > newest]
     return archives[-1] if archives else None
 
@@ -52,4 +53,8 @@ def objects() -> list[Path]:
     if archive is not None:
         return [archive]
     out = made("libdiptych_kernels.so").parent
-    return [out / f"{source.stem}.o" for source in SOURCE.glob("*.cpp") if (out / f"{source.stem}.o").exists()]
+    return [
+        out / f"{source.stem}.o"
+        for source in SOURCES
+        if source.suffix == ".cpp" and (out / f"{source.stem}.o").exists()
+    ]

@@ -98,7 +98,7 @@ def read_responses(answer: httpx.Response, stream: bool) -> Told:
         else:
             told["thought" if item["type"] == "reasoning" else "text"] += item["content"][0]["text"]
     if stream:  # what the deltas give is what the last event holds
-        for key, kind in (("thought", "reasoning"), ("text", "output_text")):
+        for key, kind in (("thought", "reasoning_text"), ("text", "output_text")):
             deltas = [event["delta"] for event in events if event["type"] == f"response.{kind}.delta"]
             assert "".join(deltas) == told[key]
     usage = whole["usage"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.reduction import ForkingPickler
 from types import MappingProxyType
 from typing import Protocol, TypeVar
@@ -31,12 +31,6 @@ def _teach() -> None:
     ForkingPickler.register(MappingProxyType, _rebuilt)
 
 
-def _begin() -> None:
-    """In each process. Ctrl-C reaches all of a terminal's, and the one that asked ends the others."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _teach()
-
-
 def _rebuilt(table: MappingProxyType[object, object]) -> tuple[Callable[..., object], tuple[dict[object, object]]]:
     return _read_only, (dict(table),)
 
@@ -47,11 +41,21 @@ def _read_only(table: dict[object, object]) -> MappingProxyType[object, object]:
 
 @contextmanager
 def workers(processes: int) -> Iterator[Mapped]:
-    """A map over so many processes; over none but this one for 1. What is asked and answered must be picklable."""
+    """A map over so many processes; over none but this one for 1. What is asked and answered must be picklable.
+
+    Ctrl-C reaches all processes of a terminal, and the one that asked ends the others. Each inherits that it waits for none of
+    theirs: one that came before they have begun would leave some of them behind.
+    """
     Bound(int, 1, MAX_PROCESSES, "processes").take("processes", processes, ConfigError)
     if processes == 1:
         yield map
         return
     _teach()
-    with get_context("spawn").Pool(processes, initializer=_begin) as pool:
-        yield pool.imap
+    resource_tracker.ensure_running()  # the Pool would start it, and whoever does waits for SIGINT from there on
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with get_context("spawn").Pool(processes, initializer=_teach) as pool:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            yield pool.imap
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
