@@ -12,9 +12,9 @@
 #include <utility>
 #include <vector>
 
-#include "../gemm_amx.h"
-#include "../kernel_sets.h"
-#include "../thread_pool.h"
+#include "gemm/gemm_amx.h"
+#include "sets/kernel_sets.h"
+#include "threads/thread_pool.h"
 #include "bench.h"
 
 namespace diptych {

@@ -10,10 +10,10 @@
 #include <string>
 #include <vector>
 
-#include "../ceilings.h"
-#include "../gemm.h"
-#include "../kernel_sets.h"
-#include "../thread_pool.h"
+#include "ceilings/ceilings.h"
+#include "gemm/gemm.h"
+#include "sets/kernel_sets.h"
+#include "threads/thread_pool.h"
 #include "bench.h"
 
 namespace diptych {

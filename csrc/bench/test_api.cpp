@@ -5,9 +5,9 @@
 #include <cstring>
 #include <vector>
 
-#include "../gemm.h"
-#include "../kernel_sets.h"
-#include "../thread_pool.h"
+#include "gemm/gemm.h"
+#include "sets/kernel_sets.h"
+#include "threads/thread_pool.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from diptych.compute.sampling.lark_terminals import MOST_WRITTEN, check_terminals
@@ -54,10 +52,8 @@ def test_others_are_left_to_the_compiler(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [" ", "\t:", '"\\', "/\\", "a ", "A\n", "[\n", "a[\n", "_", "#", "a:\n", "T: T T\n", "\n!"]
+    "part", [" ", "\n", "\t:", '"\\', "/\\", "a ", "A\n", "[\n", "a[\n", "_", "#", "a:\n", "T: T T\n", "\n!"]
 )
-def test_reading_terminals_takes_no_time(part: str) -> None:
-    """The interpreter does nothing else meanwhile."""
-    begin_s = time.process_time()
-    check_terminals(f"start: A{part * (65_536 // len(part))}")
-    assert time.process_time() - begin_s < 1.0
+def test_terminals_are_read_once(part: str) -> None:
+    """What is read again from each place on takes this text a quarter of an hour, where a test has five minutes."""
+    check_terminals(f"start: A{part * ((1 << 20) // len(part))}")

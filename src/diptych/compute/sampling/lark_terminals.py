@@ -15,7 +15,7 @@ MOST_WRITTEN = 1 << 21  # characters; llguidance takes 0.1 us and some bytes for
 # As llguidance reads them. Nothing is read twice, whatever is sent: what is not closed is a text here, and an error there.
 _TEXT = re.compile(r'"(?:\\.|[^"\\\n])*+"?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\])*+/?')
 _DEFINITION = re.compile(
-    r"^\s*+[?!]?([A-Za-z_?][\w?-]*+)[ \t]*+(?:\.-?\d++)?[ \t]*+(?:\[[^\]\n]*+\])?[ \t]*+:", re.MULTILINE
+    r"^[ \t\r\f\v]*+[?!]?([A-Za-z_?][\w?-]*+)[ \t]*+(?:\.-?\d++)?[ \t]*+(?:\[[^\]\n]*+\])?[ \t]*+:", re.MULTILINE
 )
 _NAME = re.compile(r"(?<![\w-])_?[A-Z][A-Z0-9_-]*+(?![\w-])")
 
