@@ -53,16 +53,19 @@ def open_fp_quant(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Qua
     require(raw, codes, (n, k // 2), "U8")
     require(raw, whole, (1,), *FLOATS)
     rows = _without_padding(raw, f"{prefix}.scales", (n, k // group), group)
-    if group == 16:
-        matrix: Matrix = Fp4Matrix(
-            prefix, rows, codes, f"{prefix}.scales", whole, divides=True, stored_bytes=nbytes, group=group
-        )
-    else:
-        matrix = Fp4Matrix(
-            prefix, rows, codes, f"{prefix}.scales", None, divides=True, stored_bytes=nbytes, group=group
-        )
-        if float(raw.stored(whole)) != 1:
-            matrix = Divided(raw, whole, matrix)
+    is_nvfp4 = group == 16  # whose scale of the matrix a kernel has
+    matrix: Matrix = Fp4Matrix(
+        prefix,
+        rows,
+        codes,
+        f"{prefix}.scales",
+        whole if is_nvfp4 else None,
+        divides=True,
+        stored_bytes=nbytes,
+        group=group,
+    )
+    if not is_nvfp4 and float(raw.stored(whole)) != 1:
+        matrix = Divided(raw, whole, matrix)
     return _turned(raw, prefix, shape, matrix, how)
 
 

@@ -55,8 +55,7 @@ class VectorMatrix(Dequantised):
         return values
 
     def _runs(self, rows: slice) -> torch.Tensor:
-        how, bits = self._how, self._how.size.bit_length() - 1
-        more = how.rest.bit_length() - 1 if how.rest else 0
+        how, (bits, more) = self._how, self._how.code_bits
         codes = _unpacked(self._raw.stored(f"{self._prefix}.indices"), bits + more, how.run)
         values = self._chosen(self._books("centroids", how.length), codes & how.size - 1, how.length, rows)
         if how.rest:
@@ -90,8 +89,8 @@ def open_vectors(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quan
             f"{vectors.run} inputs and {vectors.outliers} outliers",
             hint=CONTRADICTION,
         )
-    bits = vectors.size.bit_length() - 1 + (vectors.rest.bit_length() - 1 if vectors.rest else 0)
-    require(raw, indices, (runs, -(-n // vectors.length), -(-vectors.run * bits // 32)), "I32", "U32")
+    words = -(-vectors.run * sum(vectors.code_bits) // 32)
+    require(raw, indices, (runs, -(-n // vectors.length), words), "I32", "U32")
     require(raw, f"{prefix}.centroids.weight", (runs, vectors.size * vectors.length), *FLOATS)
     if vectors.rest:
         require(raw, f"{prefix}.res_centroids.weight", (runs, vectors.rest * vectors.length), *FLOATS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,48 +48,51 @@ class PlacesTensor(WeightTensor):
         return (buckets + half).clamp(0, 2 * half - 1).float()
 
 
+class PlaceRows:
+    """Rows of distances [n_places, D] behind their norm, if any, made once for all heads of a layer."""
+
+    def __init__(self, rows: WeightTensor, norm: NormParts | None, eps: float) -> None:
+        self.rows, self._norm, self._eps = rows, norm, eps
+
+    @property
+    def made_of(self) -> tuple[WeightTensor, ...]:
+        """Tensors of the checkpoint, or views of them."""
+        if self._norm is None:
+            return (self.rows,)
+        return (self.rows, self._norm.weight, *(() if self._norm.bias is None else (self._norm.bias,)))
+
+    @cached_property
+    def values(self) -> torch.Tensor:
+        """fp32."""
+        rows = self.rows.read().float()
+        if self._norm is None:
+            return rows
+        bias = None if self._norm.bias is None else self._norm.bias.read().float()
+        return torch.nn.functional.layer_norm(rows, rows.shape[1:], self._norm.weight.read().float(), bias, self._eps)
+
+
 class RelatedTensor(WeightTensor):
-    """Rows of distances, normed, as one head's projection [d, D] with its bias [d] makes them [n_places, d], times a number."""
+    """Rows of distances as one head's projection [d, D] with its bias [d] makes them [n_places, d], times a number."""
 
     dtype = torch.float32
 
-    def __init__(
-        self,
-        rows: WeightTensor,
-        norm: NormParts | None,
-        projection: LinearParts,
-        head: slice,
-        *,
-        eps: float,
-        scale: float,
-    ) -> None:
+    def __init__(self, rows: PlaceRows, projection: LinearParts, head: slice, *, scale: float) -> None:
         (self._weight,), (self._bias,) = projection.weights, projection.biases
         self.name = f"{self._weight.name}[{head.start}:{head.stop} of distances]"
-        self.shape = (rows.shape[0], head.stop - head.start)
-        self.random_seed = None if rows.random_seed is None else rows.random_seed + head.start + 1
-        self._rows, self._norm, self._head = rows, norm, head
-        self._eps, self._scale = eps, scale
+        self.shape = (rows.rows.shape[0], head.stop - head.start)
+        seed = rows.rows.random_seed
+        self.random_seed = None if seed is None else seed + head.start + 1
+        self._rows, self._head, self._scale = rows, head, scale
 
     @property
     def stored(self) -> tuple[WeightTensor, ...]:
         """What it is made of."""
-        norm = (
-            ()
-            if self._norm is None
-            else (self._norm.weight, *((self._norm.bias,) if self._norm.bias is not None else ()))
-        )
-        return tuple(one for part in (self._rows, self._weight, self._bias, *norm) for one in part.stored)
+        return tuple(one for part in (*self._rows.made_of, self._weight, self._bias) for one in part.stored)
 
     def read(self) -> torch.Tensor:
         """A new tensor."""
-        rows = self._rows.read().float()
-        if self._norm is not None:
-            bias = None if self._norm.bias is None else self._norm.bias.read().float()
-            rows = torch.nn.functional.layer_norm(
-                rows, rows.shape[1:], self._norm.weight.read().float(), bias, self._eps
-            )
         weight, bias = self._weight.read()[self._head].float(), self._bias.read()[self._head].float()
-        return torch.nn.functional.linear(rows, weight, bias) * self._scale
+        return torch.nn.functional.linear(self._rows.values, weight, bias) * self._scale
 
 
 def by_distance(layer: LayerTensors[Table, Vector, Linear, Heads, Experts], root: str) -> dict[str, Any]:
@@ -112,20 +116,15 @@ def _related(
 ) -> RelatedParts:
     """Rows of the model's, of which every layer makes its own by projections of queries and keys, or by those of rows alone."""
     hidden, width = layer.spec.hidden, spec.head_dim
-    rows, norm = layer.source.tensor(name, related.n_places, hidden), None
-    if related.is_normed:
-        norm = norm_parts(layer.source, f"{layer.of_model}encoder.LayerNorm", layer.spec)
+    norm = norm_parts(layer.source, f"{layer.of_model}encoder.LayerNorm", layer.spec) if related.is_normed else None
+    rows = PlaceRows(layer.source.tensor(name, related.n_places, hidden), norm, layer.spec.norm_eps)
     q, k = layer.names.qkv[:2] if related.is_shared else ("self.pos_query_proj", "self.pos_key_proj")
-    made, beside = [], [rows]
-    if norm is not None:
-        beside += [norm.weight] if norm.bias is None else [norm.weight, norm.bias]
+    made, beside = [], [*rows.made_of]
     for one in (k, q):
         projection = layer.linear(root, (one,), (spec.n_heads * width,), hidden, has_bias=True)
         beside += [] if related.is_shared else projection.biases
         heads = (slice(head * width, (head + 1) * width) for head in range(spec.n_heads))
-        of_heads = (
-            RelatedTensor(rows, norm, projection, head, eps=layer.spec.norm_eps, scale=spec.scale) for head in heads
-        )
+        of_heads = (RelatedTensor(rows, projection, head, scale=spec.scale) for head in heads)
         made.append(tuple(LinearParts(weights=(tensor,)) for tensor in of_heads))
     places = PlacesTensor(related, layer.spec.max_context_tokens - 1)
     return RelatedParts(keys=made[0], queries=made[1], places=places, beside=tuple(beside))

@@ -59,6 +59,11 @@ class Vectors:
     has_order: bool
     has_norm: bool
 
+    @property
+    def code_bits(self) -> tuple[int, int]:
+        """Of a code of the first codebook, and of one of the second that lies above it."""
+        return self.size.bit_length() - 1, max(0, self.rest.bit_length() - 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantisation:

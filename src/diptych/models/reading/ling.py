@@ -47,10 +47,8 @@ def as_ling(raw: dict[str, Any], defaults: Mapping[str, Any], path: str) -> dict
         said = raw.pop(key, None)
         if said is not None and said != config.integer(usual):
             raise LoadError(f"{key} in {path} is {said!r}; it must be that of {usual}, {config.integer(usual)}")
-    for section in (
-        "rope_parameters",
-        "rope_scaling",
-    ):  # rotary heads turn whole, whatever it says, or by pairs from the first on
+    # rotary heads turn whole, whatever it says, or by pairs from the first on
+    for section in ("rope_parameters", "rope_scaling"):
         if isinstance(raw.get(section), dict) and raw[section].get("rope_type") != "proportional":
             raw[section] = {key: one for key, one in raw[section].items() if key != "partial_rotary_factor"}
     width = raw.get("linear_head_dim") or raw.get("head_dim") or defaults["linear_head_dim"]
