@@ -8,7 +8,6 @@ import typing
 import httpx
 import openai
 import pytest
-from anthropic import Anthropic
 
 from diptych.server.http.query import NO_EFFECT, page
 from server_process import ServerProcess
@@ -97,6 +96,8 @@ def test_a_stored_response_is_no_stream(server: ServerProcess, options: dict[str
 
 
 def test_models_come_in_pages_to_those_who_ask_for_them() -> None:
+    from anthropic import Anthropic  # two seconds, of each process that collects the tests
+
     options = ("--served-model-name", "a", "--served-model-name", "b", "--served-model-name", "c")
     with ServerProcess(*options, "--kv-memory-bytes", "16777216") as process, process.client() as http:
         client = Anthropic(base_url=process.url, api_key="none", max_retries=0)
