@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import closing
 from dataclasses import replace
 from itertools import cycle, islice
@@ -33,7 +34,7 @@ from diptych.lab.ladder import (
     profile_host,
 )
 from diptych.lab.parts import parts_of
-from diptych.lab.served import RequestsHost, Served
+from diptych.lab.served import RequestsHost, Served, undisturbed
 from diptych.lab.simulated import SITUATIONS, Compared, Round, chosen, numbers, simulate
 from diptych.metrics import StepRecord
 
@@ -43,6 +44,14 @@ REQUESTS = SITUATIONS[0].requests(16, capacity_per_s=20.0, vocab_size=1000, seed
 
 def seconds(shape: StepShape) -> float:
     return 1e-3 + 1e-4 * shape.n_tokens
+
+
+def test_what_others_keep_from_the_collector_stays_so() -> None:
+    """Behind one measurement each full collection of a test process took a second: it walked all that is loaded."""
+    gc.freeze()
+    with undisturbed():
+        pass
+    assert gc.get_freeze_count() > 0
 
 
 @pytest.mark.parametrize("situation", SITUATIONS, ids=lambda one: one.name.replace(" ", "_"))
