@@ -8,6 +8,8 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from diptych.cli import lab
+from diptych.compute import ceilings
 from diptych.compute.runner import random_model
 from diptych.cost.calibration import Cache
 from diptych.cost.profile import load_profile, read_profile
@@ -26,6 +29,7 @@ from diptych.ground.config import ComputeConfig, EngineConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
 from diptych.lab import calibrate as calibration
+from diptych.lab import fitted as fitting
 from diptych.lab import rounds as rounds_module
 from diptych.lab.calibrate import cache_level
 from diptych.lab.experiment import (
@@ -40,7 +44,7 @@ from diptych.lab.experiment import (
     polynomial,
     quantity,
 )
-from diptych.lab.experiments import EXPERIMENTS, lengths
+from diptych.lab.experiments import EXPERIMENTS, lengths, speculation
 from diptych.lab.experiments.roofline import PARTS, REST
 from diptych.lab.probe import StepParts
 from diptych.lab.report import picture
@@ -66,14 +70,24 @@ def stage() -> Stage:
     )
 
 
+@pytest.fixture(scope="module")
+def outcome_of(stage: Stage) -> Iterator[Callable[[Experiment], Outcome]]:
+    """What an experiment says on that stage, measured once, and speculation with one sequence and with many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speculation, "BATCHES", (1, 16))
+        yield cache(lambda experiment: experiment.run(stage))
+
+
 @pytest.mark.parametrize(
     "experiment",
     # a cold start begins whole processes
     [pytest.param(one, marks=[pytest.mark.slow] * (one.name == "cold-start"), id=one.name) for one in EXPERIMENTS],
 )
-def test_experiment_measures_something_and_says_what(experiment: Experiment, stage: Stage) -> None:
+def test_experiment_measures_something_and_says_what(
+    experiment: Experiment, outcome_of: Callable[[Experiment], Outcome]
+) -> None:
     """A lab whose experiments only run on the author's model is no lab."""
-    outcome = experiment.run(stage)
+    outcome = outcome_of(experiment)
     assert isinstance(outcome.verdict, Verdict)
     assert len(outcome.finding) > 20
     if experiment.name != "thinking":  # the draft may not think and answer in 200 tokens, and then says so
@@ -250,9 +264,11 @@ def test_sizes_that_lie_in_a_cache_in_part_are_no_level_of_their_own() -> None:
         assert 1 / (share / cache.bytes_per_s + (1 - share) / 33e9) == pytest.approx(rates[mib], rel=0.25)
 
 
-def test_the_roofline_says_which_roof_and_draws_the_one_of_the_cache(stage: Stage) -> None:
+def test_the_roofline_says_which_roof_and_draws_the_one_of_the_cache(
+    outcome_of: Callable[[Experiment], Outcome],
+) -> None:
     """Dots stood above the roof beside "the claim holds": a model that fits a cache is not read from memory."""
-    outcome = choose(["roofline"])[0].run(stage)
+    outcome = outcome_of(choose(["roofline"])[0])
     shares = [note for note in outcome.notes if "FLOP per byte," in note]
     assert len(shares) > 8
     for note in shares:
@@ -461,11 +477,15 @@ def test_a_profile_without_a_date_is_no_traceback(
 
 @pytest.fixture
 def quick_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that a calibration does, of small models and fewer steps, and each cache is read once."""
+    """All that a calibration does, of small models and fewer steps; caches are read once, of memory as much as shows a rate,
+    and the fit takes a few of its steps: what it comes to is test_gpu_calibration.py's.
+    """
     small = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1,
              "num_hidden_layers": 2, "vocab_size": 512}  # fmt: skip
-    for name in ("PROBE_MODEL", "DEEP_MODEL", "SMALL_MODEL"):
+    for name in ("PROBE_MODEL", "DEEP_MODEL", "SMALL_MODEL", "HOST_MODEL"):
         monkeypatch.setattr(calibration, name, getattr(calibration, name) | small)
+    monkeypatch.setattr(fitting, "STEPS", 3)
+    monkeypatch.setattr(ceilings, "READ_BYTES", 2**24)
     monkeypatch.setattr(calibration, "ATTENTION_STEPS", calibration.ATTENTION_STEPS[2:4])
     monkeypatch.setattr(calibration, "GROUPED_STEPS", calibration.GROUPED_STEPS[:1])
     for name in ("CLIMBS", "CACHE_ROUNDS", "CACHE_READS"):

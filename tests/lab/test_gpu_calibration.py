@@ -34,6 +34,7 @@ from diptych.ground.errors import CapacityError, ConfigError
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.lab import calibrate as calibration
+from diptych.lab import fitted as fitting
 from diptych.lab import gpu_calibration
 from diptych.lab.calibration_words import calibration_words
 from diptych.lab.fingerprint import fingerprint
@@ -216,13 +217,14 @@ def test_ceilings_of_a_device_are_measured() -> None:
 def test_a_calibration_writes_a_gpus_profile_that_plans_read(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All of it but the device: the very writer, with the card's name put in, then what reads it."""
+    """All of it but the device: the very writer, with the card's name put in and few steps of the fit, then what reads it."""
     device, told = torch.device("cpu"), list[str]()
     monkeypatch.setattr(calibration, "gpu_of", lambda compute: device)
     monkeypatch.setattr(calibration, "calibrate_gpu", partial(calibrate_gpu, extent=SMALL))
     monkeypatch.setattr(gpu_calibration, "device_name", lambda device: CARD)
     monkeypatch.setattr(gpu_calibration, "memory_of", lambda device: Memory(H200_BYTES, H200_BYTES // 2))
     monkeypatch.setattr(gpu_calibration, "WARM_UPS", 1)
+    monkeypatch.setattr(fitting, "STEPS", 3)
     (home / "hardware.json").write_text("{}")
     profile = calibration.calibrate(
         ComputeConfig(backend="torch", device="cpu"), progress=told.append, effort=Effort(rounds=1, budget_s=0.0)

@@ -20,7 +20,7 @@ from diptych.lab.rounds import Estimate
 # Shares of a measured rate that a kernel may be fitted to. Rates drift while they are measured, so one may seem to pass its
 # ceiling; beyond these the steps it was fitted to told nothing of it.
 LEAST_SHARE, MOST_SHARE = 0.02, 1.5
-
+STEPS = 40  # of a fit
 
 NO_RESIDUALS = {phase.value: {"low": 0.0, "high": 0.0, "median_error": 0.0, "rows": 0} for phase in Phase}
 
@@ -63,7 +63,7 @@ def fit(profile: dict[str, Any], samples: Sequence[TimedStep]) -> dict[str, Any]
 
     damping, current = 1e-2, residuals(logs)
     jacobian = jacobian_at(logs, current)
-    for _ in range(40):
+    for _ in range(STEPS):
         weight = np.minimum(1.0, 0.1 / np.maximum(np.abs(current), 1e-12))  # Huber: one odd point bends nothing
         normal = jacobian.T @ (weight[:, None] * jacobian)
         step = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -jacobian.T @ (weight * current))
