@@ -25,6 +25,7 @@ from threading import Lock
 from typing import Any
 
 import huge_pages
+from diptych.cli import working
 from diptych.ground.clock import sleep_s
 
 IMPORTED = ("serve", "bench", "lab")  # commands, whose modules the others need a part of
@@ -152,6 +153,8 @@ if __name__ == "__main__":
     huge_pages.allow(True)  # as users have them
     for command in IMPORTED:
         import_module(f"diptych.cli.{command}")
+    for home in working.HOMES:
+        import_module(home)
     gc.freeze()
     asked = _serve(socket.socket(fileno=int(sys.argv[1])))
     if asked is not None:

@@ -151,6 +151,21 @@ def test_light_rooms_import_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_commands_tell_what_they_take_without_torch() -> None:
+    """Help and errors of arguments took two seconds, most of them a tensor library's import; only the lab needs one to tell."""
+    code = (
+        "import sys\n"
+        "from importlib import import_module\n"
+        "from diptych.cli import COMMANDS\n"
+        "for name, (module, _) in COMMANDS.items():\n"
+        "    if name != 'lab':\n"
+        "        import_module(module)\n"
+        "        heavy = {'torch', 'matplotlib', 'transformers'} & set(sys.modules)\n"
+        "        assert not heavy, (name, heavy)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_no_folder_has_more_files_than_a_newcomer_looks_through() -> None:
     """What lies among sixty others is not found: rooms have rooms of their own, by what a change is about."""
     folders = {

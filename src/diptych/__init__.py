@@ -8,9 +8,9 @@ The public names are imported on first use, so that `import diptych` (and `dipty
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from diptych.ground.importing import import_whole
+from diptych.ground.importing import on_first_use
 from diptych.ground.request import SamplingParams
 from diptych.ground.version import VERSION as __version__
 
@@ -21,14 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "TwoPhase", "__version__"]
 
-_LAZY = {"LLM": "diptych.engine.llm", "AsyncLLM": "diptych.engine.async_llm", "TwoPhase": "diptych.engine.phases"}
-
-
-def __getattr__(name: str) -> Any:
-    """Import the engine's public classes on first use (PEP 562)."""
-    if name not in _LAZY:
-        raise AttributeError(f"module 'diptych' has no attribute {name!r}")
-    return getattr(import_whole(_LAZY[name]), name)
+_HOMES = {"diptych.engine.llm": "LLM", "diptych.engine.async_llm": "AsyncLLM", "diptych.engine.phases": "TwoPhase"}
+__getattr__ = on_first_use(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,7 @@
 """The `diptych` command: one file per command in this folder, each imported only when it is called.
 
-So `diptych --help` answers without loading a tensor library, and `diptych plan` without loading torch.
+So `diptych --help` answers without loading a tensor library, and `diptych plan` without loading torch; what commands compute
+with comes by `cli/working.py` where it is first used.
 To add a command: write `cli/<name>.py` with a typer app called `app`, and add one line to COMMANDS.
 Errors of input, files, disks and closed pipes end here, for every command alike; a traceback is a bug.
 """

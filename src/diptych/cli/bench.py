@@ -9,18 +9,13 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from diptych.cli import options
+from diptych.cli import options, working
 from diptych.cli.bench_serve import serve
 from diptych.cli.options import console, engine_config, loading_bar, refuse_before
 from diptych.cli.tables import page
-from diptych.compute.ceilings import ABOVE
-from diptych.compute.runner import Model, random_model
-from diptych.engine.load import LoadedModel, load
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import ConfigError
-from diptych.lab.bench import BenchReport, StaticBench
-from diptych.lab.mix import MixReport, run_mix
 from diptych.models.named import SHAPES
 from diptych.workload import LengthRange, WorkloadSpec
 
@@ -56,7 +51,7 @@ def bench(
     name, built, load_s, loaded = _load(model, shape, config)
     lengths, batches = _numbers("--prompt-tokens", prompt_tokens), _numbers("--batch", batch)
     contexts = _numbers("--behind", behind, least=0)
-    static = StaticBench(built, name=name, load_s=load_s, config=config, loaded=loaded)
+    static = working.StaticBench(built, name=name, load_s=load_s, config=config, loaded=loaded)
     with console.status("measuring") as status:
         report = static.run(
             prompt_tokens=lengths,
@@ -107,25 +102,27 @@ def mix(
     options.refuse_both(context, shape)
     name, built, _, loaded = _load(model, shape, config)
     with console.status("running the mix") as status:
-        report = run_mix(built, config, spec, name=name, repeats=repeat, progress=status.update, loaded=loaded)
+        report = working.run_mix(built, config, spec, name=name, repeats=repeat, progress=status.update, loaded=loaded)
     if as_json:
         print(json.dumps(report.as_json()))
     else:
         _print_mix(report)
 
 
-def _load(model: str, shape: str | None, config: EngineConfig) -> tuple[str, Model, float, LoadedModel | None]:
+def _load(
+    model: str, shape: str | None, config: EngineConfig
+) -> tuple[str, working.Model, float, working.LoadedModel | None]:
     clock = MonotonicClock()
     begin_s = clock.now_s()
     with loading_bar(f"loading {shape or model}") as progress:
         if shape is None:
-            loaded = load(model, config, progress=progress)
+            loaded = working.load(model, config, progress=progress)
             loaded.model.settle(waits=True)
             return loaded.name, loaded.model, loaded.load_s, loaded
         options.refuse_text(shape, config.calibrate)
         if shape not in SHAPES:
             raise ConfigError(f"no shape {shape!r}", hint=f"known shapes: {', '.join(SHAPES)}")
-        built = random_model(SHAPES[shape], config.compute, seed=config.seed)
+        built = working.random_model(SHAPES[shape], config.compute, seed=config.seed)
     return shape, built, clock.now_s() - begin_s, None
 
 
@@ -150,7 +147,7 @@ def _span(name: str, text: str) -> LengthRange:
     return LengthRange(low=low, high=high)
 
 
-def _print_static(report: BenchReport) -> None:
+def _print_static(report: working.BenchReport) -> None:
     ceilings = report.ceilings
     table = Table(
         box=None,  # nine columns of numbers stand in 80 characters without one
@@ -170,7 +167,7 @@ def _print_static(report: BenchReport) -> None:
         )  # fmt: skip
     page().print(table, soft_wrap=False)
     for phase, bound in dict.fromkeys((p.phase, p.bound) for p in report.results if p.fraction_of_ceiling > 1.0):
-        page().print(f"{phase} above 100%: {ABOVE[bound]}")
+        page().print(f"{phase} above 100%: {working.ABOVE[bound]}")
     page().print(f"load {report.load_s:.2f} s · peak memory {report.peak_rss_bytes / 2**20:.0f} MiB")
 
 
@@ -178,7 +175,7 @@ def _rate(tokens_per_s: float) -> str:
     return f"{tokens_per_s:.1f}" if tokens_per_s < 100.0 else f"{tokens_per_s:.0f}"
 
 
-def _print_mix(report: MixReport) -> None:
+def _print_mix(report: working.MixReport) -> None:
     rate, ceilings = report.output_tokens_per_s, report.ceilings
     page().print(
         f"{report.model} · {report.backend} · {report.weights} · {report.requests} requests in {report.wall_s:.2f} s: "

@@ -13,12 +13,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from diptych.cli import options
+from diptych.cli import options, working
 from diptych.cli.options import check_writable
 from diptych.ground.config import env_text
 from diptych.ground.errors import ConfigError
 from diptych.lab.load import DEFINITIONS, LoadConfig, SentRequest, run_load, summarize
-from diptych.lab.load_picture import check_ending, draw
 
 app = options.command_app()
 
@@ -83,7 +82,7 @@ def serve(
         timeout_s=timeout_s,
     )
     if picture is not None:
-        check_ending(picture)
+        working.check_ending(picture)
     check_writable(out)
     check_writable(picture)
     outcomes = _run(config, is_quiet=as_json)
@@ -95,7 +94,7 @@ def serve(
     else:
         _print(summary, is_explained=explain)
     if picture is not None:  # last, so that one that cannot be written costs no answer
-        draw(outcomes, summary, picture)
+        working.draw(outcomes, summary, picture)
     if summary["answered"] == 0:
         print("error: no request was answered", file=sys.stderr)
         raise typer.Exit(1)

@@ -7,13 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from diptych.cli import options
+from diptych.cli import options, working
 from diptych.cli.options import config_without_guesses, console, interrupts, loading_bar, sampling_params, tell_room
 from diptych.cli.prompt_bar import PromptBar
-from diptych.compute.ceilings import machine_ceilings
-from diptych.engine.engine import OutputDelta
-from diptych.engine.llm import LLM
-from diptych.engine.report import PhaseObserver, phase_report
 from diptych.engine.text.template import DEFAULT_TEMPLATE_WORDS
 from diptych.ground.errors import EngineError
 from diptych.ground.phase import FinishReason
@@ -39,21 +35,21 @@ def chat(
     config = config_without_guesses(max_running_sequences=1, **engine, **options.one_lora(**adapter))
     sampling = sampling_params(max_tokens=max_tokens, **drawing)
     with loading_bar(f"loading {model}") as progress:
-        llm = LLM.from_pretrained(model, config, progress=progress)
+        llm = working.LLM.from_pretrained(model, config, progress=progress)
     Conversation(llm, sampling, system=system, think=think).run()
 
 
 class Conversation:
     """The messages so far and the loop over lines of standard input."""
 
-    def __init__(self, llm: LLM, sampling: SamplingParams, *, system: str | None, think: bool) -> None:
+    def __init__(self, llm: working.LLM, sampling: SamplingParams, *, system: str | None, think: bool) -> None:
         self._llm = llm
         self._sampling = sampling
         self._think = think
         self._first: list[dict[str, object]] = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._first)
         self._report: str | None = None
-        self._ceilings = machine_ceilings(llm.loaded.model)
+        self._ceilings = working.machine_ceilings(llm.loaded.model)
 
     def run(self) -> None:
         """Read a line, answer it, until /quit or the end of input. Ctrl-C at the prompt drops the line."""
@@ -90,10 +86,10 @@ class Conversation:
     def _answer(self, line: str) -> None:
         asked: list[dict[str, object]] = [*self._messages, {"role": "user", "content": line}]
         written: list[str] = []
-        observer = PhaseObserver()
+        observer = working.PhaseObserver()
         end_listening = self._llm.engine.listen(observer)
 
-        def on_delta(_: int, delta: OutputDelta) -> None:
+        def on_delta(_: int, delta: working.OutputDelta) -> None:
             bar.close()
             written.append(delta.text)
             sys.stdout.write(delta.text)
@@ -115,7 +111,7 @@ class Conversation:
             console.print(f"error: {error}", style="red")
             return
         else:
-            report = phase_report(
+            report = working.phase_report(
                 self._llm.loaded,
                 observer,
                 ceilings=self._ceilings,

@@ -6,11 +6,11 @@ import socket
 from importlib import import_module
 from typing import Any
 
+from diptych.cli import working
 from diptych.cluster.pool_config import PoolConfig, PoolPlace
 from diptych.ground.config import EngineConfig, quiet_ray
 from diptych.ground.errors import ConfigError
 from diptych.server.config import ServerConfig
-from diptych.server.run import run_server
 
 
 def pools_of(
@@ -84,7 +84,7 @@ def serve(model: str, engine: EngineConfig, pools: PoolConfig, config: ServerCon
         raise ConfigError(f"{option} is for one engine in this process, not for workers", hint="leave out one of them")
     cluster = _rays(is_local=pools.address is None).RayCluster(model, engine, pools)
     try:
-        return run_server(cluster.llm, config, listener)
+        return working.run_server(cluster.llm, config, listener)
     finally:
         cluster.close()
 

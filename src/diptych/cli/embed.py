@@ -8,11 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from diptych.cli import options
+from diptych.cli import options, working
 from diptych.cli.options import config_without_guesses, console, loading_bar
-from diptych.compute.ceilings import machine_ceilings
-from diptych.engine.llm import LLM
-from diptych.engine.report import PhaseObserver, phase_report
 from diptych.ground.errors import ConfigError
 from diptych.ground.events import Usage
 
@@ -41,8 +38,8 @@ def embed(
     config = config_without_guesses(task=task, **engine, **options.one_lora(**adapter))
     given = [line.rstrip("\n") for line in sys.stdin if line.strip()] if texts == ["-"] else texts
     with loading_bar(f"loading {model}") as progress:
-        llm = LLM(model, config, progress=progress)
-    observer = PhaseObserver()
+        llm = working.LLM(model, config, progress=progress)
+    observer = working.PhaseObserver()
     llm.engine.listen(observer)
     done = llm.embed(
         given,
@@ -62,7 +59,7 @@ def embed(
         output_tokens=0,
     )
     timings = max((one.timings for one in done), key=lambda one: one.e2e_s)
-    report = phase_report(
-        llm.loaded, observer, ceilings=machine_ceilings(llm.loaded.model), usage=usage, timings=timings
+    report = working.phase_report(
+        llm.loaded, observer, ceilings=working.machine_ceilings(llm.loaded.model), usage=usage, timings=timings
     )
     console.print(report.table(), soft_wrap=True)

@@ -13,13 +13,10 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from diptych.cli import options, what_if
+from diptych.cli import options, what_if, working
 from diptych.cli.asked import client_of, fields_of
 from diptych.cli.options import engine_config, given, loading_bar
 from diptych.cli.written import refuse_unread
-from diptych.compute.ceilings import machine_ceilings
-from diptych.engine.cost_view import CostView
-from diptych.engine.load import LoadedModel, load, local_predictor, profile_gap
 from diptych.ground.config import env_text
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import Segment
@@ -92,8 +89,8 @@ def explain_command(
     else:
         config = engine_config(backend=backend, weights=weights)
         with loading_bar(f"loading {model}") as progress:
-            loaded = load(model, config, progress=progress)
-        explanation, gap = predicted(body, loaded, block_tokens=config.block_tokens), profile_gap(loaded.model)
+            loaded = working.load(model, config, progress=progress)
+        explanation, gap = predicted(body, loaded, block_tokens=config.block_tokens), working.profile_gap(loaded.model)
     print(json.dumps(explanation.as_json()) if as_json else text_of(explanation, gap))
 
 
@@ -160,7 +157,7 @@ def _post(client: httpx.Client, path: str, body: dict[str, Any], *names: str) ->
     return fields_of(client.post(path, json=body), path, *names)
 
 
-def predicted(body: dict[str, Any], loaded: LoadedModel, *, block_tokens: int) -> Explanation:
+def predicted(body: dict[str, Any], loaded: working.LoadedModel, *, block_tokens: int) -> Explanation:
     """Predict from this machine's profile; without one, the least time that its ceilings allow."""
     asked = TemplateBody.model_validate(body)
     rendered = loaded.template.render(
@@ -169,9 +166,9 @@ def predicted(body: dict[str, Any], loaded: LoadedModel, *, block_tokens: int) -
         documents=asked.documents,
         kwargs=asked.chat_template_kwargs,
     )
-    predictor = local_predictor(loaded.model)
-    view = CostView(loaded.model)
-    ceilings = machine_ceilings(loaded.model) if predictor is None else None
+    predictor = working.local_predictor(loaded.model)
+    view = working.CostView(loaded.model)
+    ceilings = working.machine_ceilings(loaded.model) if predictor is None else None
 
     def prefill_s(n_tokens: int) -> float:
         if n_tokens == 0:

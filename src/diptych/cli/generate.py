@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diptych.cli import INTERRUPTED, options
+from diptych.cli import INTERRUPTED, options, working
 from diptych.cli.options import (
     config_without_guesses,
     console,
@@ -21,10 +21,6 @@ from diptych.cli.options import (
     tell_room,
 )
 from diptych.cli.prompt_bar import PromptBar
-from diptych.compute.ceilings import machine_ceilings
-from diptych.engine.engine import OutputDelta
-from diptych.engine.llm import LLM, Completion
-from diptych.engine.report import PhaseObserver, PhaseReport, phase_report
 from diptych.ground.phase import FinishReason
 
 app = options.command_app()
@@ -57,20 +53,20 @@ def generate(
     config = config_without_guesses(max_running_sequences=n, **engine, **options.one_lora(**adapter))
     text = read_prompt(prompt, prompt_file)  # behind the options: standard input may take its time
     with loading_bar(f"loading {model}") as progress:
-        llm = LLM(model, config, progress=progress)
+        llm = working.LLM(model, config, progress=progress)
     asked = llm.render([{"role": "user", "content": text}]) if chat else llm.loaded.tokenizer.encode(text)
     prompt_tokens = len(asked if isinstance(asked, list) else asked.token_ids)
     tell_room(llm, prompt_tokens, sampling)
     streams = n == 1 and not as_json
     before = [text] if streams and not chat else []
 
-    def write(_: int, delta: OutputDelta) -> None:
+    def write(_: int, delta: working.OutputDelta) -> None:
         bar.close()
         while before:  # once the prompt was taken: one that is refused may be a megabyte long
             _write(before.pop())
         _write(delta.text)
 
-    observer = PhaseObserver()
+    observer = working.PhaseObserver()
     llm.engine.listen(observer)
     with interrupts() as is_interrupted, PromptBar(llm.engine, prompt_tokens, console=console) as bar:
         done = llm.generate(
@@ -83,7 +79,15 @@ def generate(
             raise typer.Exit(INTERRUPTED)
 
 
-def _tell(llm: LLM, observer: PhaseObserver, done: Completion, *, as_json: bool, streams: bool, quiet: bool) -> None:
+def _tell(
+    llm: working.LLM,
+    observer: working.PhaseObserver,
+    done: working.Completion,
+    *,
+    as_json: bool,
+    streams: bool,
+    quiet: bool,
+) -> None:
     if done.error is not None:
         raise done.error
     if as_json:
@@ -101,12 +105,12 @@ def _tell(llm: LLM, observer: PhaseObserver, done: Completion, *, as_json: bool,
         console.print(_report(llm, observer, done).table(), soft_wrap=True)
 
 
-def _report(llm: LLM, observer: PhaseObserver, done: Completion) -> PhaseReport:
-    ceilings = machine_ceilings(llm.loaded.model)
-    return phase_report(llm.loaded, observer, ceilings=ceilings, usage=done.usage, timings=done.timings)
+def _report(llm: working.LLM, observer: working.PhaseObserver, done: working.Completion) -> working.PhaseReport:
+    ceilings = working.machine_ceilings(llm.loaded.model)
+    return working.phase_report(llm.loaded, observer, ceilings=ceilings, usage=done.usage, timings=done.timings)
 
 
-def _as_json(done: Completion, report: PhaseReport | None) -> dict[str, object]:
+def _as_json(done: working.Completion, report: working.PhaseReport | None) -> dict[str, object]:
     choices = [
         {
             "index": choice.index,

@@ -15,9 +15,9 @@ from typing import Any
 
 from rich.markup import escape
 
+from diptych.cli import working
 from diptych.cli.plan_json import dump
 from diptych.cli.tables import amount, duration, page, plain_table
-from diptych.compute.loading.held import Held, what_is_held
 from diptych.cost.memory import engine_weight_bytes
 from diptych.cost.parameters import active_parameter_count, kv_bytes_stored, parameter_count
 from diptych.cost.planner import Plan, Question, gpu_notes, make_plan
@@ -84,10 +84,10 @@ def facts_of(name: str, hardware: str) -> dict[str, Any]:
     }
 
 
-def _held(path: Path) -> tuple[Held | None, LoadError | None]:
+def _held(path: Path) -> tuple[working.Held | None, LoadError | None]:
     """What the engine holds of it, or why it would not load it."""
     try:
-        return what_is_held(find_gguf(path) or path), None
+        return working.what_is_held(find_gguf(path) or path), None
     except LoadError as error:
         return None, error
 
@@ -155,13 +155,13 @@ def _named_words(tokenizer: Tokenizer, template: ChatTemplate) -> dict[str, Any]
     }
 
 
-def _weight_bytes(spec: ModelSpec, weights: str, path: Path | None, held: Held | None) -> float:
+def _weight_bytes(spec: ModelSpec, weights: str, path: Path | None, held: working.Held | None) -> float:
     """What the engine would hold of the files; what it would hold of such a model, where they are not at hand or refused."""
     if path is None or held is None:
         return engine_weight_bytes(spec, weights)
     if weights != held.main_format:
         try:
-            held = what_is_held(find_gguf(path) or path, weights) or held
+            held = working.what_is_held(find_gguf(path) or path, weights) or held
         except (ConfigError, LoadError):  # packed in another format
             return engine_weight_bytes(spec, weights)
     return sum(held.nbytes.values())
@@ -178,7 +178,7 @@ def _memory(spec: ModelSpec, weight_bytes: Mapping[str, float]) -> dict[str, Any
     }
 
 
-def _quant(weights: str, held: Held | None) -> QuantSpec:
+def _quant(weights: str, held: working.Held | None) -> QuantSpec:
     """Where layers hold several formats, experts and the rest are priced by the mean of theirs."""
     if held is None or held.main_format != weights:
         return engine_quant(weights, head_format(weights))
@@ -187,7 +187,9 @@ def _quant(weights: str, held: Held | None) -> QuantSpec:
     return replace(quant, weight_bytes=dense, expert_weight_bytes=mean_bytes(held.experts) if held.experts else None)
 
 
-def _phases(name: str, spec: ModelSpec, hardware: str, formats: Sequence[str], held: Held | None) -> dict[str, Any]:
+def _phases(
+    name: str, spec: ModelSpec, hardware: str, formats: Sequence[str], held: working.Held | None
+) -> dict[str, Any]:
     try:
         device, calibration = find_hardware(hardware)
         if calibration.is_local and device.kind == "gpu":

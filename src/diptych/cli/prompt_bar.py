@@ -8,7 +8,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from diptych.engine.engine import Engine
+from diptych.cli import working
 from diptych.ground.events import Event, ScheduledEvent, TokenEvent
 
 PATIENCE_S = 1.0
@@ -20,7 +20,9 @@ class PromptBar:
     with PromptBar(llm.engine, prompt_tokens, console=console) as bar: ...    # bar.close() before anything else is written
     """
 
-    def __init__(self, engine: Engine, prompt_tokens: int, *, console: Console, patience_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, engine: working.Engine, prompt_tokens: int, *, console: Console, patience_s: float = PATIENCE_S
+    ) -> None:
         columns = (
             TextColumn("reading the prompt"),
             BarColumn(),

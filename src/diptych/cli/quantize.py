@@ -8,12 +8,8 @@ from typing import Annotated
 
 import typer
 
-from diptych.cli import options
+from diptych.cli import options, working
 from diptych.cli.options import console, loading_bar
-from diptych.compute.loading.calibration import DIRECTIONS, calibrated
-from diptych.compute.loading.quant import save_quantised
-from diptych.engine.calibration_text import calibration_of
-from diptych.engine.load import model_dir
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.ground.config import BY_TEXT
 from diptych.ground.errors import ConfigError
@@ -30,23 +26,26 @@ def quantize(
     threads: options.OwnThreads = None,
 ) -> None:
     """Write MODEL with packed weights to a new folder; every command takes it as a model afterwards."""
-    directory = model_dir(model)
+    directory = working.model_dir(model)
     if directory.is_file():
         raise ConfigError(
             f"{directory} is a GGUF file, and what is packed is a folder with *.safetensors",
             hint="every command takes the file as it is; to pack, name the folder that it was made from",
         )
-    calibration = calibration_of(calibrate, lambda: Tokenizer.from_dir(directory))
+    calibration = working.calibration_of(calibrate, lambda: Tokenizer.from_dir(directory))
     before = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     with loading_bar(f"packing {model} as {weights}") as progress:
-        written = save_quantised(
+        written = working.save_quantised(
             directory,
             output,
             weights=weights,
             threads=threads,
             progress=progress,
             measure=partial(
-                calibrated, calibration=calibration, threads=threads, n_directions=DIRECTIONS.get(weights, 0)
+                working.calibrated,
+                calibration=calibration,
+                threads=threads,
+                n_directions=working.DIRECTIONS.get(weights, 0),
             ),
         )
     console.print(f"{output}: {written / 1e6:.1f} MB, from {before / 1e6:.1f} MB ({written / before:.0%})")

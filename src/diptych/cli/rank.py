@@ -10,9 +10,7 @@ from typing import Annotated
 
 import typer
 
-from diptych.cli import options
-from diptych.compute.rank import run_linked
-from diptych.engine.load import model_dir
+from diptych.cli import options, working
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, EngineError, WorkerLost
 
@@ -35,12 +33,12 @@ def rank(
     config = ComputeConfig(backend="cpu", tp=tp, tp_address=tp_address, threads=threads, numa=numa)
     if not 0 < tp_rank < tp:
         raise ConfigError(f"tp_rank is {tp_rank}; of {tp} ranks this may be 1 to {tp - 1}", hint="rank 0 is who serves")
-    directory = model_dir(model)
+    directory = working.model_dir(model)
     # it waits where Python answers no signal; rank 0 hears of its end from the system
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     status = 0
     try:
-        run_linked(str(directory), config, tp_rank)
+        working.run_linked(str(directory), config, tp_rank)
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         status = 1 if isinstance(error, WorkerLost) else 2

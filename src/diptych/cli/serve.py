@@ -10,17 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
-from diptych.cli import cluster, options
+from diptych.cli import cluster, options, working
 from diptych.cli.options import engine_config, given, loading_bar
 from diptych.cli.written import refuse_unread
 from diptych.cluster.pool_config import PoolConfig
-from diptych.compute.ceilings import machine_ceilings
-from diptych.engine.async_llm import AsyncLLM
 from diptych.ground.config import BOUNDS as CONFIG
 from diptych.ground.config import SchedulerConfig, env_text
 from diptych.ground.errors import ConfigError
 from diptych.server.config import MOST_OPEN_REQUESTS, ServerConfig, open_requests_limit
-from diptych.server.run import bind, run_server
 
 app = options.command_app()
 LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
@@ -192,13 +189,13 @@ def serve(
     scheduler = replace(engine.scheduler, enable_prefix_cache=prefix_cache)
     if max_waiting_tokens is not None:
         scheduler = replace(scheduler, max_waiting_tokens=max_waiting_tokens)
-    listener = bind(config)
+    listener = working.bind(config)
     if pools is not None:
         raise typer.Exit(cluster.serve(model, replace(engine, scheduler=scheduler), pools, config, listener))
     with loading_bar(f"loading {model}") as progress:
-        llm = AsyncLLM.from_pretrained(model, replace(engine, scheduler=scheduler), progress=progress)
-    ceilings = machine_ceilings(llm.loaded.model)
-    raise typer.Exit(run_server(llm, config, listener, ceilings=ceilings))
+        llm = working.AsyncLLM.from_pretrained(model, replace(engine, scheduler=scheduler), progress=progress)
+    ceilings = working.machine_ceilings(llm.loaded.model)
+    raise typer.Exit(working.run_server(llm, config, listener, ceilings=ceilings))
 
 
 def _refuse_unread(written: dict[str, str], pools: PoolConfig | None, *, is_recording: bool, has_loras: bool) -> None:
