@@ -23,6 +23,7 @@ from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel, bundled_dir, load
 from diptych.ground.config import ComputeConfig, EngineConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError, RequestError
+from diptych.ground.request import SamplingParams
 
 pytestmark = pytest.mark.native
 Faulty = list[tuple[int, ToWorker]]
@@ -40,13 +41,29 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     return load(str(directory), tiny_config(backend))
 
 
+@pytest.fixture(scope="module")
+def alone(loaded: LoadedModel) -> Callable[[SamplingParams], list[object]]:
+    """What one engine answers to all prompts, for each sampling once."""
+    known: dict[str, list[object]] = {}
+
+    def answers(sampling: SamplingParams) -> list[object]:
+        key = repr(sampling)  # it has no hash
+        if key not in known:
+            known[key] = said(LLM(loaded, config_of(loaded)).generate(prompts(), sampling))
+        return known[key]
+
+    return answers
+
+
 def config_of(loaded: LoadedModel, **scheduler: object) -> EngineConfig:
     settings = {"max_step_tokens": 48, "max_running_sequences": 4, "max_context_tokens": 256} | scheduler
     return tiny_config(loaded.model.backend_name, scheduler=SchedulerConfig(**settings))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("machine", [None, "this"])
-def test_two_engines_answer_as_one(loaded: LoadedModel, machine: str | None) -> None:
+def test_two_engines_answer_as_one(
+    loaded: LoadedModel, alone: Callable[[SamplingParams], list[object]], machine: str | None
+) -> None:
     """Blocks alone are half of what was read: with the state behind them nothing is read twice."""
     if loaded.model.backend_name == "torch" and machine:
         pytest.skip("the link is the same")
@@ -55,7 +72,7 @@ def test_two_engines_answer_as_one(loaded: LoadedModel, machine: str | None) -> 
         cluster = LocalCluster(loaded, config, machine=machine)
         got = cluster.llm.generate(prompts(), sampling)
         if loaded.model.backend_name == "cpu":  # whose bits depend on no neighbour
-            assert said(got) == said(LLM(loaded, config).generate(prompts(), sampling))
+            assert said(got) == alone(sampling)
         for one in got:
             account(one)
         cluster.check()
@@ -118,14 +135,17 @@ def of_others(message: ToWorker) -> Faulty:
     ("fault", "reason"), [(lost, "missing"), (changed, "checksum"), (shorter, "shape"), (of_others, "tokens")]
 )
 def test_without_its_state_a_prompt_is_read_again(
-    loaded: LoadedModel, fault: Callable[[ToWorker], Faulty], reason: str
+    loaded: LoadedModel,
+    alone: Callable[[SamplingParams], list[object]],
+    fault: Callable[[ToWorker], Faulty],
+    reason: str,
 ) -> None:
     """Whatever came of its blocks; the answer is the same, and a counter says why."""
     config = config_of(loaded)
     cluster = LocalCluster(loaded, config, fault=fault)
     got = cluster.llm.generate(prompts(), GREEDY)
     if loaded.model.backend_name == "cpu":
-        assert said(got) == said(LLM(loaded, config).generate(prompts(), GREEDY))
+        assert said(got) == alone(GREEDY)
     cluster.check()
     assert list(cluster.reasons("recomputes")) == [reason]
     assert sum(one.usage.transferred_tokens for one in got) == 0
