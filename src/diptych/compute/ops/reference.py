@@ -59,7 +59,7 @@ def attention_paged(
     distances: torch.Tensor | None = None,
     related: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Each query of the batch against its sequence's blocks, one token and one head at a time.
+    """Each query of the batch against its sequence's blocks, one token at a time.
 
     q [T, H, d] · keys [N, P, K, d], values [N, P, K, dv], read · sinks [H] · distances [H, 2 reach + 1] · related: keys and
     queries [H, n_places, d], places [2 reach + 1] (`RelatedParts`).
@@ -74,25 +74,25 @@ def attention_paged(
             seen = _seen(position, spec, int(batch.context_tokens_S[s]) if _is_both_ways(batch, s) else None)
             blocks = [int(batch.block_table_SM[s, p // block_tokens]) for p in seen]
             offsets = [p % block_tokens for p in seen]
-            all_k, all_v = keys[blocks, offsets], values[blocks, offsets]
-            for h in range(spec.n_heads):
-                k, v = all_k[:, h // group].float(), all_v[:, h // group].float()
-                scores = k @ q[t, h].float() * spec.scale
-                if spec.softcap is not None:
-                    scores = spec.softcap * torch.tanh(scores / spec.softcap)
-                if spec.slopes:
-                    scores = scores + spec.slopes[h] * (torch.tensor(list(seen)) - position)
-                if spec.distances is not None:
-                    assert distances is not None
-                    reach = spec.distances.reach
-                    scores = scores + distances[h, [min(max(p - position, -reach), reach) + reach for p in seen]]
-                if related is not None:
-                    keys_h, queries_h, reach = related[0][h].float(), related[1][h].float(), len(related[2]) // 2
-                    rows = related[2][[min(max(position - p, -reach), reach) + reach for p in seen]].long()
-                    scores = scores + keys_h[rows] @ q[t, h].float() + (queries_h[rows] * k).sum(dim=1)
-                if sinks is not None:
-                    scores = torch.cat([scores, sinks[h : h + 1]])
-                out[t, h] = scores.softmax(dim=-1)[: len(v)] @ v
+            k, v = (one[blocks, offsets].float().repeat_interleave(group, dim=1) for one in (keys, values))  # [n, H, d]
+            query, away = q[t].float(), torch.tensor([p - position for p in seen])
+            scores = torch.einsum("nhd,hd->hn", k, query) * spec.scale
+            if spec.softcap is not None:
+                scores = spec.softcap * torch.tanh(scores / spec.softcap)
+            if spec.slopes:
+                scores = scores + torch.tensor(spec.slopes)[:, None] * away
+            if spec.distances is not None:
+                assert distances is not None
+                reach = spec.distances.reach
+                scores = scores + distances[:, away.clamp(-reach, reach) + reach]
+            if related is not None:
+                reach = len(related[2]) // 2
+                rows = related[2][(-away).clamp(-reach, reach) + reach].long()
+                keys_h, queries_h = (one.float()[:, rows] for one in related[:2])  # [H, n, d]
+                scores = scores + torch.einsum("hnd,hd->hn", keys_h, query) + torch.einsum("hnd,nhd->hn", queries_h, k)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[:, None]], dim=1)
+            out[t] = torch.einsum("hn,nhd->hd", scores.softmax(dim=-1)[:, : len(v)], v)
     return out
 
 
