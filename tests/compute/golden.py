@@ -17,7 +17,7 @@ from stepping import Stepper
 
 LOGIT_TOLERANCE = 1e-4
 PROMPT_TOKENS = 41
-NEW_TOKENS = 64
+NEW_TOKENS = 32  # past two borders of blocks
 ANSWER = "answer.safetensors"  # beside a checkpoint that is kept
 
 

@@ -289,7 +289,8 @@ def test_rows_of_heads_and_of_what_gates_them_come_out_of_one_matrix(
 ) -> None:
     """Queries and their gate lie head by head in one projection, of Qwen3-Next q, k, v and z too: each finds its own codes."""
     sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128,
-             "linear_value_head_dim": 64, "head_dim": 128, "hidden_size": 128}  # fmt: skip
+             "linear_value_head_dim": 64, "head_dim": 128, "hidden_size": 128, "num_hidden_layers": 2,
+             "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
     sizes |= {"num_experts_per_tok": 6, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128} if (
         family == "qwen3_next"
     ) else {"intermediate_size": 128}  # fmt: skip

@@ -396,8 +396,8 @@ def test_nvfp4_has_scales_of_whole_matrices_beside_it(family: str, tmp_path: Pat
 
 
 SMALL = ("gate_inp", "ssm_conv1d", "ssm_a", "ssm_b", "ssm_dt", "norm")  # also ssm_alpha, ssm_ba, ssm_beta
-TILED = {**WIDE, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64,
-         "linear_value_head_dim": 64}  # fmt: skip
+TILED = {**WIDE, "num_hidden_layers": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64,
+         "linear_value_head_dim": 64, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
 
 
 @pytest.mark.native

@@ -80,7 +80,7 @@ def test_choice_is_logged_with_its_reason(tmp_path: Path, caplog: pytest.LogCapt
 @pytest.mark.parametrize("shape", ["qwen2.5-0.5b", "gemma-2-2b"])
 def test_closed_model_gives_its_weights_back_at_once(shape: str) -> None:
     """They used to hang in a circle of the recorder until the collector came by: the next model then had no room."""
-    config = {**SHAPES[shape], "num_hidden_layers": 1, "vocab_size": 20_000, "intermediate_size": 20_000}
+    config = {**SHAPES[shape], "num_hidden_layers": 1, "vocab_size": 8_000, "intermediate_size": 8_000}
     gc.collect()
     gc.disable()
     try:
