@@ -98,8 +98,12 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
 
     def spelt(self, root: str, name: str, ending: str = "") -> str:
         """What this file calls it: as the family does, by its other name, or by that of what adapters beside it adapt."""
-        others = (self.names.others.get(name), f"{name}.{self.names.base}" if self.names.base is not None else None)
-        return next((one for one in others if one is not None and self.source.has(f"{root}{one}{ending}")), name)
+        other, base = self.names.others.get(name), self.names.base
+        if other is not None and self.source.has(f"{root}{other}{ending}"):
+            return other
+        if base is not None and self.source.has(f"{root}{name}.{base}{ending}"):
+            return f"{name}.{base}"
+        return name
 
     def mlp_names(self, root: str, *, is_gated: bool = True) -> tuple[tuple[str, ...], str]:
         """Of gate and up, and of down; where a converter has taken gate and up apart, or stacked them, as it calls them."""

@@ -120,10 +120,10 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         read = [*self._unread, *((-1, saved) for saved in self.source.unchecked)]
         packed = [(index, saved.values, saved.in_pass) for index, saved in read]
         with ThreadPoolExecutor(max_workers=1) as aside:
-            reading = aside.submit(self.program.read_packed, packed)
+            reading = aside.submit(self.program.read_packed, packed) if packed else None
             if self.source.meanwhile is not None:
                 self.source.meanwhile()
-        for damaged in reading.result():
+        for damaged in () if reading is None else reading.result():
             raise read[damaged][1].damage()
         self.source.unchecked.clear()
         self._unread.clear()
