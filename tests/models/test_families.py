@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +18,10 @@ from diptych.models.config import HfConfig
 from diptych.models.families.family import Family
 from diptych.models.families.table import BY_MODEL_TYPE, FAMILIES
 from diptych.models.keys import HARMLESS, HARMLESS_ENDINGS
+from diptych.models.mlp import MoeSpec
 from diptych.models.read import read_model
 from diptych.models.rope import ROPE_KEYS
-from diptych.models.spec import ModelSpec
+from diptych.models.spec import LayerSpec, ModelSpec
 from small_configs import CLASS_NEEDS, EXPERTS, MORE, SMALL, SMALL_GPT
 
 CLASSES = [
@@ -50,6 +54,15 @@ def read(family: Family, config: dict[str, Any]) -> ModelSpec:
 
 def small(family: Family) -> dict[str, Any]:
     return SMALL_GPT[family.name] if family.name in SMALL_GPT else {**SMALL, **MORE.get(family.name, {})}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_is_drawn() -> Iterator[None]:
+    """Modules on the meta device, whose numbers nobody sees, would call what draws them all the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (torch.nn.Linear, torch.nn.Embedding):
+            patch.setattr(kind, "reset_parameters", lambda module: None)
+        yield
 
 
 def counted(config: Any) -> int:
@@ -177,11 +190,24 @@ def test_windows_without_layer_types_are_where_the_class_has_them(name: str) -> 
     assert read(family, fields).windows == windows_of(config)
 
 
+def with_few_experts(spec: ModelSpec) -> ModelSpec:
+    """Two of each expert that a token chooses, at most: those behind them are asked for as they are."""
+
+    def few(layer: LayerSpec) -> LayerSpec:
+        if not isinstance(layer.mlp, MoeSpec):
+            return layer
+        moe = layer.mlp
+        n = min(moe.n_experts, moe.n_groups * math.ceil(2 * moe.experts_per_token / moe.n_groups))
+        return replace(layer, mlp=replace(moe, n_experts=n))
+
+    return replace(spec, layers=tuple(few(layer) for layer in spec.layers))
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("fields", ["all left out", "small"])
 def test_the_count_is_what_the_loader_loads(family: Family, fields: str) -> None:
     """The planner's number of parameters and the tensors the engine asks for are one thing."""
-    spec = read(family, {} if fields == "all left out" else small(family))
+    spec = with_few_experts(read(family, {} if fields == "all left out" else small(family)))
     assert parameter_count(spec) == loaded_parameters(spec)
 
 
