@@ -336,7 +336,9 @@ def test_a_checkpoint_is_loaded_in_codes(
 ) -> None:
     """From its files to logits."""
     make, form = FILES[layout]
-    original = make_checkpoint("llama", tmp_path / "original", hidden_size=128, intermediate_size=256)
+    original = make_checkpoint(
+        "llama", tmp_path / "original", hidden_size=128, intermediate_size=256, num_hidden_layers=1
+    )
     path, _ = quantised_checkpoints(original, tmp_path, make())
     with caplog.at_level(logging.INFO, logger="diptych.compute"):
         model = interpreted(path, monkeypatch)
@@ -352,7 +354,8 @@ def test_a_mixture_in_several_formats_is_loaded_in_codes(
 ) -> None:
     """As llama.cpp writes them: values in more bits than queries and keys, down in more than gate and up, and the head."""
     sizes = {
-        "hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2
+        "hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64, "num_experts": 4, "num_experts_per_tok": 2,
+        "num_hidden_layers": 1,
     }  # fmt: skip
     path = write_gguf(
         gguf_reference("qwen3_moe", **sizes),
@@ -390,7 +393,9 @@ def answers_alike(path: Path) -> Model:
 def test_a_model_in_codes_is_the_model_in_bf16(layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Logits and cache, however the work is cut."""
     make, form = FILES[layout]
-    original = make_checkpoint("llama", tmp_path / "original", hidden_size=128, intermediate_size=256)
+    original = make_checkpoint(
+        "llama", tmp_path / "original", hidden_size=128, intermediate_size=256, num_hidden_layers=1
+    )
     path, _ = quantised_checkpoints(original, tmp_path, make())
     with caplog.at_level(logging.INFO, logger="diptych.compute"):
         model = answers_alike(path)
