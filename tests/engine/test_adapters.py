@@ -112,6 +112,9 @@ def test_what_cannot_be_loaded_is_refused_with_its_numbers(
         llm.load_lora("wide", paths["wide"])
     with pytest.raises(LoadError, match="no such folder"):
         llm.load_lora("nobody", "/nowhere/at/all")
+    for name in ("a,b", "a\nb"):
+        with pytest.raises(ConfigError, match="commas and control characters"):
+            llm.load_lora(name, paths["clerk"])
     for name in ("clerk", "nobody"):
         with pytest.raises(RequestError, match="no adapter"):
             llm.generate(["a"], GREEDY, adapter=name)
@@ -181,6 +184,37 @@ def test_unloading_waits_for_open_requests_and_loses_none(
         await unloading
         assert tuple(found) == expected[0]
         assert tuple(await beside) == expected[1]
+
+    asyncio.run(everyone())
+    assert [one.ref.name for one in engine.engine.adapters.served] == ["clerk"]
+
+
+def test_a_body_that_comes_in_parts_has_its_adapter_to_the_last(engine: AsyncLLM, paths: dict[str, Path]) -> None:
+    """Its later requests were asked for before the adapter was unloaded; whoever asks now is refused."""
+    ref = engine.engine.adapters.find("poet")
+
+    async def everyone() -> None:
+        expected = await tokens(engine, "poet", 9)
+        async with engine.keeping(ref, n_requests=2):
+            unloading = asyncio.ensure_future(engine.unload_lora("poet"))
+            await engine.call(lambda inner: None)
+            await engine.load_lora("guest", paths["clerk"])
+            with pytest.raises(CapacityError, match=r"3 adapters are loaded \(poet, leaving, clerk, guest\)"):
+                await engine.load_lora("another", paths["clerk"])
+            with pytest.raises(RequestError, match="no adapter"):
+                await engine.generate(LONG, GREEDY, adapter="poet")
+            handle = await engine.generate(LONG, replace(GREEDY, max_tokens=9), adapter=ref)
+            assert not unloading.done()
+        assert [one async for delta in handle for one in delta.token_ids] == expected
+        await unloading
+        with pytest.raises(RequestError, match="has been unloaded"):
+            async with engine.keeping(ref, n_requests=2):
+                pass
+        left = asyncio.ensure_future(engine.keeping(engine.engine.adapters.find("guest"), n_requests=2).__aenter__())
+        await asyncio.sleep(0)  # it has asked, and does not wait for the answer
+        left.cancel()
+        await asyncio.wait([left])
+        await engine.unload_lora("guest")
 
     asyncio.run(everyone())
     assert [one.ref.name for one in engine.engine.adapters.served] == ["clerk"]

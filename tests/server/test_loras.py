@@ -13,6 +13,8 @@ import openai
 import pytest
 
 from diptych.engine.load import bundled_dir
+from diptych.ground.errors import RequestError
+from diptych.server.http.errors import from_engine_error
 from lora import ALL, write_adapter
 from server_process import ServerProcess, check_account, events_of
 
@@ -161,6 +163,36 @@ def test_adapters_come_and_go_under_load(adapted: ServerProcess, http_: httpx.Cl
     assert adapted.metric("diptych_adapter_bytes") == before
     assert adapted.metric("diptych_adapters") == 2
     adapted.check_balance()
+
+
+def test_the_prompts_of_a_body_all_have_its_adapter(
+    adapted: ServerProcess, http_: httpx.Client, paths: dict[str, Path]
+) -> None:
+    """They come to the engine one by one; an adapter that is unloaded between two of them answers the rest, too."""
+    http_.post("/v1/load_lora_adapter", json={"lora_name": "guest", "lora_path": str(paths["clerk"])})
+    body = {"model": "guest", "prompt": [f"{number} towns" for number in range(64)], "max_tokens": 1}
+    before = adapted.metric("diptych_requests_taken_total")
+
+    async def both() -> tuple[httpx.Response, httpx.Response]:
+        async with httpx.AsyncClient(base_url=adapted.url, timeout=120) as http:
+            answering = asyncio.ensure_future(http.post("/v1/completions", json=body))
+            while (
+                not answering.done()
+                and await asyncio.to_thread(adapted.metric, "diptych_requests_taken_total") == before
+            ):
+                pass
+            gone = await http.post("/v1/unload_lora_adapter", json={"lora_name": "guest"})
+            return await answering, gone
+
+    answer, gone = asyncio.run(both())
+    assert (answer.status_code, gone.status_code) == (200, 200), answer.text
+    assert len(answer.json()["choices"]) == 64
+
+
+def test_an_adapter_that_goes_as_a_body_comes_is_one_that_is_not_there() -> None:
+    """Whether the server sees it before it reads the prompt or behind."""
+    told = from_engine_error(RequestError("the adapter 'poet' has been unloaded", param="adapter"))
+    assert (told.status, told.param, told.code) == (404, "model", "model_not_found")
 
 
 def refused(http: httpx.Client, route: str, body: dict[str, Any]) -> tuple[int, str]:

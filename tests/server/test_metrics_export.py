@@ -8,6 +8,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from diptych.control.stats import CoreStats
+from diptych.engine.adapters import AdapterCounts
 from diptych.engine.async_llm import AsyncLLM
 from diptych.ground.events import (
     ArrivalEvent,
@@ -143,6 +144,15 @@ def test_names_that_vllm_dashboards_read_are_there_with_their_types() -> None:
             assert types[f"vllm:{name}"] == kind
     bare = exposition(MetricsCollector(told(), MODEL, is_vllm_compatible=False), COUNTS, OUTLOOK).decode()
     assert "vllm:" not in bare
+
+
+def test_an_adapter_that_is_leaving_is_told_while_it_answers() -> None:
+    """Also where it is the last."""
+    for running, is_told in (((), False), (("poet",), True)):
+        adapters = AdapterCounts(loaded=0, most=8, n_bytes=1, running=running, waiting=())
+        collector = MetricsCollector(told(), MODEL, is_vllm_compatible=True)
+        text = exposition(collector, COUNTS, OUTLOOK, adapters).decode()
+        assert ('running_lora_adapters="poet"' in text, "vllm:lora_requests_info" in text) == (is_told, is_told)
 
 
 def test_time_to_first_token_starts_at_arrival() -> None:

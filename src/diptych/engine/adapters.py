@@ -39,6 +39,7 @@ class Loaded:
     rank: int
     n_bytes: int
     n_requests: int = 0
+    n_kept: int = 0  # bodies among them whose requests still come
     on_gone: Callable[[], object] | None = None  # set: it goes with its last request
 
     @property
@@ -59,7 +60,7 @@ class AdapterCounts:
 
 
 class Adapters:
-    """Owned by the engine's thread: `add`, `remove`, `hold` and `let_go` between steps; `find` and `read` anywhere."""
+    """Owned by the engine's thread: `add`, `remove`, `hold` and `keep` between steps; `find` and `read` anywhere."""
 
     def __init__(self, model: Model, *, max_loras: int, max_rank: int) -> None:
         self._model = model
@@ -94,6 +95,8 @@ class Adapters:
     def read(self, name: str, path: str | Path, *, takes_hub_names: bool = False) -> Adapter:
         """An adapter from its folder, or its name on the hub. ConfigError, LoadError or CapacityError where it is refused."""
         text("lora_name", name, ConfigError, least=1, most=MAX_NAME_CHARS)
+        if "," in name or not name.isprintable():  # it stands in lines of the log, and between commas in a metric
+            raise ConfigError(f"lora_name is {shown(name)}; commas and control characters may not be in it")
         folder = resolve_model_dir(path, wanted=AN_ADAPTER) if takes_hub_names else Path(path).expanduser()
         return read_adapter(folder, max_rank=self.max_rank)
 
@@ -111,8 +114,8 @@ class Adapters:
         makes_room = before is not None and before.n_requests == 0
         if len(self._by_number) - makes_room >= self.max_loras:
             raise CapacityError(
-                f"{len(self._by_number)} adapters are loaded ({', '.join(self._by_name)}); at most {self.max_loras} may be",
-                hint="unload one, or raise max_loras (--max-loras)",
+                f"{len(self._by_number)} adapters are loaded ({self._told()}); at most {self.max_loras} may be",
+                hint="unload one, wait for requests of one that is leaving, or raise max_loras (--max-loras)",
             )
         needed, free = _BYTES * adapter.n_parameters, memory_of(self._model.device).available_bytes
         if needed > free:
@@ -133,6 +136,11 @@ class Adapters:
             len(adapter.modules), loaded.n_bytes,
         )  # fmt: skip
 
+    def _told(self) -> str:
+        return ", ".join(
+            f"{one.ref.name}, leaving" if one.is_leaving else one.ref.name for one in self._by_number.values()
+        )
+
     def remove(self, name: str, on_gone: Callable[[], object] = lambda: None) -> None:
         """Serve it no more. on_gone is called once its last request is over and its memory is free: now, if it has none."""
         self.find(name)
@@ -143,7 +151,7 @@ class Adapters:
     def hold(self, ref: AdapterRef) -> None:
         """A request begins with it. RequestError where it was unloaded meanwhile."""
         found = self._by_number.get(ref.number)
-        if found is None or found.ref is not ref or found.is_leaving:
+        if found is None or found.ref is not ref or (found.is_leaving and not found.n_kept):
             raise RequestError(f"the adapter {ref.name!r} has been unloaded", param="adapter")
         found.n_requests += 1
 
@@ -152,6 +160,16 @@ class Adapters:
         found = self._by_number[ref.number]
         found.n_requests -= 1
         self._free(found)
+
+    def keep(self, ref: AdapterRef) -> None:
+        """A body begins whose requests come one by one: to them it is there, unloaded meanwhile or not. Raises as `hold`."""
+        self.hold(ref)
+        self._by_number[ref.number].n_kept += 1
+
+    def keep_no_more(self, ref: AdapterRef) -> None:
+        """All requests of that body have come, or no more will."""
+        self._by_number[ref.number].n_kept -= 1
+        self.let_go(ref)
 
     def _free(self, loaded: Loaded) -> None:
         if loaded.on_gone is None or loaded.n_requests > 0:

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -301,6 +301,32 @@ class AsyncLLM:
         gone: asyncio.Future[object] = loop.create_future()
         await self.call(lambda engine: engine.adapters.remove(name, lambda: _tell(loop, gone, None, None)))
         await gone
+
+    @asynccontextmanager
+    async def keeping(self, adapter: AdapterRef | None, *, n_requests: int) -> AsyncGenerator[None]:
+        """Within it all requests of one body may come, one by one, though their adapter is unloaded meanwhile.
+
+        RequestError where it was unloaded before.
+        """
+        if adapter is None or n_requests < 2:  # one is taken or refused as a whole
+            yield
+            return
+        kept: list[AdapterRef] = []
+
+        def keep(engine: Engine) -> None:
+            engine.adapters.keep(adapter)
+            kept.append(adapter)
+
+        def end() -> None:
+            for one in kept:
+                self.engine.adapters.keep_no_more(one)
+
+        try:
+            await self.call(keep)
+            yield
+        finally:  # also where the caller left before it was told: what was posted first runs first
+            if not self._held.is_closed:
+                self._post(end)
 
     async def call(self, function: Callable[[Engine], object]) -> object:
         """Run `function(engine)` between two steps on the engine's thread and return its result."""

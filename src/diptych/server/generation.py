@@ -251,29 +251,30 @@ async def open_requests(
         several = [f"{asked.response_id}-{number}" for number in range(len(prompts))]
         ids = several if len(prompts) > 1 else [asked.response_id]
         desk.timelines.group(asked.response_id, ids)
-        for number, (request_id, prompt, params) in enumerate(zip(ids, prompts, sampling, strict=True)):
-            tokens = len(prompt.token_ids) if isinstance(prompt, RenderedPrompt) else len(prompt)
-            if follow is not None:
-                follow(request_id, tokens)
-            # all of a body or none: with more prompts than places, the last would be refused on an idle server too
-            admitted = (
-                desk.admission.enter(request_id, tokens)
-                if number
-                else desk.admit(request_id, tokens, n_requests=len(prompts))
-            )
-            with admitted, _span_of(desk, asked) as span:
-                handle = await desk.engine.generate(
-                    prompt,
-                    params,
-                    request_id=request_id,
-                    priority=asked.priority,
-                    cache_salt=asked.cache_salt,
-                    adapter=asked.served.adapter,
-                    arrival_s=asked.arrival_s,
-                    trace=None if span is None else span.trace,
-                    is_begun=True,
+        async with desk.engine.keeping(asked.served.adapter, n_requests=len(prompts)):
+            for number, (request_id, prompt, params) in enumerate(zip(ids, prompts, sampling, strict=True)):
+                tokens = len(prompt.token_ids) if isinstance(prompt, RenderedPrompt) else len(prompt)
+                if follow is not None:
+                    follow(request_id, tokens)
+                # all of a body or none: with more prompts than places, the last would be refused on an idle server too
+                admitted = (
+                    desk.admission.enter(request_id, tokens)
+                    if number
+                    else desk.admit(request_id, tokens, n_requests=len(prompts))
                 )
-            opened.append(OpenedRequest(desk, handle, number=number, span=span))
+                with admitted, _span_of(desk, asked) as span:
+                    handle = await desk.engine.generate(
+                        prompt,
+                        params,
+                        request_id=request_id,
+                        priority=asked.priority,
+                        cache_salt=asked.cache_salt,
+                        adapter=asked.served.adapter,
+                        arrival_s=asked.arrival_s,
+                        trace=None if span is None else span.trace,
+                        is_begun=True,
+                    )
+                opened.append(OpenedRequest(desk, handle, number=number, span=span))
     except GrammarError as error:
         close_all(opened)
         raise ApiError(400, str(error), param=asked.constraint, code="invalid_value") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 
 from diptych.engine.encoder import NO_TOKENS, PooledPrompt
 from diptych.server.accounting import Account
@@ -48,7 +48,10 @@ class StateReader:
         begun = in_line = 0
         sizes = [len(prompt.token_ids) for prompt in prompts]
         waiting: dict[asyncio.Task[None], int] = {}
-        with ExitStack() as entering:
+        async with (
+            desk.engine.keeping(self._asked.served.adapter, n_requests=len(prompts)),
+            AsyncExitStack() as entering,
+        ):
             entering.enter_context(desk.admit(self._asked.response_id, min(sum(sizes), room)))
             desk.admission.opened()
             self._is_counted = True
@@ -64,7 +67,7 @@ class StateReader:
                     in_line += sizes[begun]
                     begun += 1
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                entering.close()  # the engine counts them now
+                await entering.aclose()  # the engine counts them now
                 for task in done:
                     in_line -= waiting.pop(task)
                     task.result()

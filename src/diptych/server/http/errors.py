@@ -115,6 +115,8 @@ def from_engine_error(error: BaseException, *, retry_after_s: float = 1.0) -> Ap
         return error
     if isinstance(error, PromptTooLong):
         return ApiError(400, str(error), param=error.param or "prompt", code="context_length_exceeded")
+    if isinstance(error, RequestError) and error.param == "adapter":  # it was there when the body came
+        return ApiError(404, str(error), param="model", code="model_not_found")
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.param, code="invalid_value")
     if isinstance(error, CapacityError):

@@ -192,11 +192,14 @@ class MetricsCollector(Collector):
         n_blocks = sum(_blocks(counts).values())  # of a cluster's workers, which come and go
         config = {"block_size": str(model.block_tokens), "num_gpu_blocks": str(n_blocks), "cache_dtype": model.kv}
         yield _gauge("vllm:cache_config_info", "how the KV cache is laid out", 1, {**labels, **config})
-        if self.adapters is not None and self.adapters.loaded:
+        adapters = self.adapters
+        if adapters is not None and (
+            adapters.loaded or adapters.running or adapters.waiting
+        ):  # the last may be leaving
             names = {
-                "max_lora": str(self.adapters.most),
-                "running_lora_adapters": ",".join(self.adapters.running),
-                "waiting_lora_adapters": ",".join(self.adapters.waiting),
+                "max_lora": str(adapters.most),
+                "running_lora_adapters": ",".join(adapters.running),
+                "waiting_lora_adapters": ",".join(adapters.waiting),
             }
             yield _gauge("vllm:lora_requests_info", "adapters with requests, and when", wall_time_s(), names)
 
