@@ -112,6 +112,22 @@ def test_what_was_used_longest_ago_goes_first_and_a_conversation_stays_whole(clo
     with_store(run)
 
 
+def test_the_end_of_a_response_takes_the_place_of_its_beginning(clock: list[float]) -> None:
+    """Also where the end alone is more than may be kept; neither counts for what the other had."""
+
+    async def run(store: ResponseStore) -> None:
+        for _ in range(3):
+            assert await store.put(response("a", size=6_000), replaces=True)
+        assert await store.put(response("b", size=3_000))  # beside one of the three
+        assert ids(await store.conversation("a", max_bytes=MAX_BYTES)) == ["a-in", "a-out"]
+        assert not await store.put(response("a", size=MAX_BYTES), replaces=True)
+        assert await store.get("a") is None
+        assert await store.put(response("c", size=6_000))
+        assert None not in [await store.get(name) for name in "bc"]
+
+    with_store(run)
+
+
 def test_what_is_unused_for_too_long_is_gone(clock: list[float]) -> None:
     async def run(store: ResponseStore) -> None:
         for name in ("read", "unread"):

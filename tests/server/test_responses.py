@@ -159,13 +159,22 @@ def test_a_response_in_the_background_is_asked_for_or_cancelled(server: ServerPr
 
 
 def test_a_stored_response_outlives_the_server(tmp_path: Path) -> None:
+    """Killed at once, too: what it had written is found as it was, and what it was writing in the background as failed."""
     options = ("--response-store", str(tmp_path / "responses.db"), "--kv-memory-bytes", "16777216")
     with ServerProcess(*options) as process, process.client() as http:
         first = http.post("/v1/responses", json={"input": ASK, "temperature": 0}).json()
-        assert process.stop()[0] == 0
+        beside = {"input": ASK, "temperature": 0, "background": True}
+        whole = wait_for(http, http.post("/v1/responses", json=beside).json()["id"])
+        begun = http.post("/v1/responses", json={**beside, "ignore_eos": True}).json()
+        assert http.get(f"/v1/responses/{begun['id']}").json()["status"] == "in_progress"
+        process.process.kill()
     assert (tmp_path / "responses.db").stat().st_mode & 0o77 == 0
     with ServerProcess(*options) as process, process.client() as http:
-        assert http.get(f"/v1/responses/{first['id']}").json() == first
+        for one in (first, whole):
+            assert http.get(f"/v1/responses/{one['id']}").json() == one
+        cut = http.get(f"/v1/responses/{begun['id']}").json()
+        check_resource(cut)
+        assert (cut["status"], cut["error"]["code"], cut["output"]) == ("failed", "server_error", [])
         again = {"input": "And of Italy?", "temperature": 0, "previous_response_id": first["id"]}
         assert http.post("/v1/responses", json=again).json()["usage"]["input_tokens"] > first["usage"]["total_tokens"]
         with ServerProcess("--kv-memory-bytes", "16777216") as other, other.client() as elsewhere:

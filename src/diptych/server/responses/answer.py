@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sqlite3
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,6 +163,25 @@ class ResponsesAnswer(TurnShape):
         list(self._finish())
         return await self._kept()
 
+    async def keep_begun(self) -> None:
+        """Where responses outlive the server, keep what is true of this one should that be killed before the end.
+
+        Call it once `run` is on its way, which keeps the end of the response in its place.
+        """
+        if not self._shared.store.is_lasting:
+            return
+        told = {"code": "server_error", "message": "the server was killed while it wrote this response"}
+        response = self._resource("failed", []) | {"error": told}
+        kept = StoredResponse(
+            id=self.id,
+            previous_id=self._body.previous_response_id,
+            body=json_bytes(response),
+            given=self._given,
+            output=[],
+        )
+        with suppress(sqlite3.Error):  # whether it can be kept is told at its end
+            await self._shared.store.put(kept)
+
     async def run(self) -> None:
         """Write the response with nobody waiting for it; what fails is told to whoever asks for it."""
         try:
@@ -235,7 +255,7 @@ class ResponsesAnswer(TurnShape):
             output=self._output.done,
         )
         try:
-            self._is_stored = await self._shared.store.put(kept)
+            self._is_stored = await self._shared.store.put(kept, replaces=bool(self._body.background))
         except sqlite3.Error as error:
             logger.error("response not stored id=%s error=%s", self.id, error)
             self._is_stored = False

@@ -48,8 +48,10 @@ def _add_creation(app: FastAPI, state: ServerState, shared: Responses) -> None:
             if not body.background:
                 return await respond(request, job, body, state.workers)
             await job.start()
+        begun = json_bytes(job.snapshot())
         state.desk.spawn(job.run())
-        return JsonAnswer(json_bytes(job.snapshot()))
+        await job.keep_begun()
+        return JsonAnswer(begun)
 
     @app.post("/v1/responses/input_tokens", openapi_extra=body_of(ResponsesCountBody), **refusals)
     async def response_input_tokens(request: Request) -> Response:

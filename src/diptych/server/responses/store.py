@@ -55,6 +55,7 @@ class ResponseStore:
 
     def __init__(self, path: Path | None, *, max_bytes: int, ttl_s: float) -> None:
         """path: None keeps them in memory. Raises ConfigError for a file that cannot be used."""
+        self.is_lasting = path is not None
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="diptych-store")
@@ -67,12 +68,12 @@ class ResponseStore:
         self._pool.submit(self._database.close)
         self._pool.shutdown(wait=True)
 
-    async def put(self, response: StoredResponse) -> bool:
+    async def put(self, response: StoredResponse, *, replaces: bool = False) -> bool:
         """Keep a response, and forget the ones used longest ago when there are too many. Raises sqlite3.Error.
 
-        False for one that alone is more than may be kept.
+        replaces: what was kept under its id goes. False for one that alone is more than may be kept.
         """
-        return await self._run(self._put, response)
+        return await self._run(self._put, response, replaces)
 
     async def get(self, response_id: str) -> bytes | None:
         """The JSON of a response; None when there is none of that id."""
@@ -100,13 +101,15 @@ class ResponseStore:
     async def _run(self, function: Callable[..., Answer], *arguments: Any) -> Answer:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
-    def _put(self, response: StoredResponse) -> bool:
+    def _put(self, response: StoredResponse, replaces: bool) -> bool:
         self._expire()
         items = [(False, item) for item in response.given] + [(True, item) for item in response.output]
         rows = [
             (response.id, at, is_output, item["id"], json_bytes(item)) for at, (is_output, item) in enumerate(items)
         ]
         size = len(response.body) + sum(len(row[4]) for row in rows)
+        if replaces:
+            self._delete(response.id)
         if size > self._max_bytes:
             return False
         with self._database:
