@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server_process import ServerProcess, events_of
+from server_process import ServerProcess, check_account, events_of
 
 PROMPT = "It was a dark and stormy night, and the old lighthouse keeper climbed the stairs once more to light the lamp."
 
@@ -46,3 +46,20 @@ def test_offsets_are_places_in_the_text(http: httpx.Client) -> None:
     parts = [one["choices"][0] for one in events_of(http.post("/v1/completions", json=body | {"stream": True}).content)]
     assert any(part["logprobs"]["tokens"] and not part["text"] for part in parts), "some text was held back"
     assert [at for part in parts for at in part["logprobs"]["text_offset"]] == offsets
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_alone_has_an_account_without_output(http: httpx.Client, stream: bool) -> None:
+    """The token that the engine writes all the same stood in `timings`, and was told as the end when it was a stop token."""
+    body = {"prompt": [PROMPT, PROMPT], "max_tokens": 0, "echo": True, "logprobs": 1, "n": 2, "stream": stream,
+            "logit_bias": {"77": 100.0}, "stop_token_ids": [77]}  # fmt: skip
+    answer = http.post("/v1/completions", json=body)
+    events = events_of(answer.content) if stream else [answer.json()]
+    ends = [one for event in events for one in event["choices"] if one["finish_reason"] is not None]
+    assert [(one["finish_reason"], one["stop_reason"]) for one in ends] == [("length", None)] * 4
+    told = events[-1]
+    assert (told["usage"]["completion_tokens"], told["timings"]["predicted_n"]) == (0, 0)
+    for one in told["timings"]["diptych"]["prompts"]:
+        assert (one["predicted_n"], one["diptych"]["answer_n"]) == (0, 0)
+    single = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 0, "echo": True}).json()
+    check_account(single)

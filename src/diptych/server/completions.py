@@ -6,7 +6,7 @@ Owns the shape of the answer and of its stream; what a request goes through is i
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -162,7 +162,9 @@ class CompletionAnswer:
         async for steps in self._started:
             if self._is_prompt_only:
                 for step in steps:
-                    step.text, step.token_ids, step.logprobs = "", [], []
+                    step.text, step.token_ids, step.logprobs, step.stop_reason = "", [], [], None
+                    if step.finish_reason is FinishReason.STOP:
+                        step.finish_reason = FinishReason.LENGTH
             yield steps
 
     @property
@@ -278,7 +280,6 @@ class CompletionAnswer:
     def _accounts(self) -> dict[str, Any]:
         accountant = self._generation.accountant
         accounts = [accountant.account(one.handle) for one in self.opened]
-        usage = accountant.usage(accounts)
         if self._is_prompt_only:
-            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-        return {"usage": usage, "timings": accountant.timings(accounts)}
+            accounts = [replace(one, usage=replace(one.usage, output_tokens=0)) for one in accounts]
+        return {"usage": accountant.usage(accounts), "timings": accountant.timings(accounts)}
