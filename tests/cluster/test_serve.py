@@ -110,6 +110,8 @@ def test_pools_answer_as_one_engine(pools: ServerProcess, one: LLM) -> None:
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == wanted.usage.cached_tokens
         check_account(answer)
     assert pools.metric("diptych_worker_received_tokens_total") > 0
+    # what one worker sent to another is none
+    assert pools.metric("vllm:prefix_cache_hits_total") == pools.metric("vllm:prompt_tokens_cached_total")
     assert 'diptych_prompt_tokens_total{source="transferred"}' in pools.scrape()
     pools.check_balance()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from diptych.control.stats import CoreStats
+from diptych.control.stats import CoreStats, WorkerStats
 from diptych.engine.adapters import AdapterCounts
 from diptych.engine.async_llm import AsyncLLM
 from diptych.ground.events import (
@@ -144,6 +144,24 @@ def test_names_that_vllm_dashboards_read_are_there_with_their_types() -> None:
             assert types[f"vllm:{name}"] == kind
     bare = exposition(MetricsCollector(told(), MODEL, is_vllm_compatible=False), COUNTS, OUTLOOK).decode()
     assert "vllm:" not in bare
+
+
+def test_prefix_hits_of_a_cluster_are_those_of_its_requests() -> None:
+    """Workers' own counts have a prompt twice that one reads for another, and what was sent as found."""
+    worker = WorkerStats(
+        name="d0", pool="decode", node="n", pid=1, is_up=True, is_draining=False, deaths=0, open=0, counts=None
+    )
+    telemetry = told()
+    telemetry.transferred_tokens = 8
+    read = telemetry.cached_tokens + telemetry.computed_tokens + 8
+    for workers, expected in (
+        ((), (COUNTS.prefix_hits_tokens, COUNTS.prefix_queries_tokens)),
+        ((worker,), (telemetry.cached_tokens, read)),
+    ):
+        collector = MetricsCollector(telemetry, MODEL, is_vllm_compatible=True)
+        text = exposition(collector, COUNTS, OUTLOOK, workers=workers).decode()
+        samples = {one.name: one.value for family in text_string_to_metric_families(text) for one in family.samples}
+        assert (samples["vllm:prefix_cache_hits_total"], samples["vllm:prefix_cache_queries_total"]) == expected
 
 
 def test_an_adapter_that_is_leaving_is_told_while_it_answers() -> None:

@@ -212,6 +212,10 @@ class MetricsCollector(Collector):
         )
         queries = 0 if counts is None else counts.prefix_queries_tokens
         hits = 0 if counts is None else counts.prefix_hits_tokens
+        if self.workers and queries:
+            # each that a prompt comes by looks for it, one finds what another has sent it, and who dies forgets its counts
+            hits = telemetry.cached_tokens
+            queries = hits + telemetry.computed_tokens + telemetry.transferred_tokens
         yield _counter("vllm:prefix_cache_queries", "tokens looked up in the prefix cache", queries, labels)
         yield _counter("vllm:prefix_cache_hits", "tokens found in the prefix cache", hits, labels)
         success = CounterMetricFamily(
