@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import torch
+from tests.checkpoints import make_checkpoint
 
 from diptych.compute.runner import Model, load_model
 from diptych.compute.sampling.sampler import Sampler
@@ -40,8 +41,10 @@ def seconds(shape: StepShape) -> float:
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    return load_model(str(files("diptych").joinpath("bundled", "diptych-10m")), ComputeConfig(threads=1))
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """As small as can be: decisions come of lengths and times, not of what is computed."""
+    sizes = {"vocab_size": 1000, "max_position_embeddings": 2048, "num_hidden_layers": 1, "dtype": torch.bfloat16}
+    return load_model(make_checkpoint("llama", tmp_path_factory.mktemp("tiny"), **sizes), ComputeConfig(threads=1))
 
 
 class Run:
@@ -113,7 +116,7 @@ def test_a_real_run_is_simulated_decision_by_decision(model: Model, situation: S
     The nine loads are those that `diptych lab simulated` takes the times of.
     """
     n_requests = 4 if situation.n_streams else 12
-    requests = situation.requests(n_requests, capacity_per_s=40.0, vocab_size=1000, seed=5)
+    requests = situation.requests(n_requests, capacity_per_s=200.0, vocab_size=1000, seed=5)
     run = run_on_engine(model, situation, requests, seconds, is_recorded=True)
     stats = run.core.stats()
     assert len(run.book.records) == len(requests)
