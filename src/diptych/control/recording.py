@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache
 from typing import Any
 
 from diptych.control.loop import EngineCore
@@ -40,6 +41,16 @@ _TYPES: dict[str, Any] = {
         SamplingParams, SchedulerConfig, Segment, SequenceStart, StepPlan, StepResult, StructuredSpec, TokenLogprobs,
     )
 }  # fmt: skip
+# most of what is written: nothing else is asked of it
+_PLAIN = frozenset((int, float, str, bool, type(None)))
+
+
+@cache
+def _names(cls: type) -> tuple[str, ...] | None:
+    """The fields of a class that are written; None of what is neither a dataclass nor a named tuple of `ground`."""
+    if is_dataclass(cls):
+        return tuple(field.name for field in fields(cls) if field.init)
+    return Chunk._fields if cls is Chunk else None
 
 
 def encode(value: object) -> Any:
@@ -47,11 +58,12 @@ def encode(value: object) -> Any:
 
     What follows from other fields (a plan's shape) is not written.
     """
-    if is_dataclass(value):
-        names = [field.name for field in fields(value) if field.init]
-        return {"type": type(value).__name__} | {name: encode(getattr(value, name)) for name in names}
-    if isinstance(value, Chunk):
-        return {"type": "Chunk"} | {name: encode(getattr(value, name)) for name in value._fields}
+    cls = type(value)
+    if cls in _PLAIN:
+        return value
+    names = _names(cls)
+    if names is not None:
+        return {"type": cls.__name__} | {name: encode(getattr(value, name)) for name in names}
     if isinstance(value, Enum):
         return {"type": type(value).__name__, "value": value.value}
     if isinstance(value, EngineError):
@@ -61,14 +73,14 @@ def encode(value: object) -> Any:
     if isinstance(value, Mapping):
         return {"type": "map", "items": [[encode(k), encode(v)] for k, v in value.items()]}
     if isinstance(value, list | tuple):
-        return [encode(item) for item in value]
+        return [item if type(item) in _PLAIN else encode(item) for item in value]
     return value
 
 
 def decode(value: Any) -> Any:
     """The inverse of `encode`; only the named types of `ground` can be made."""
     if isinstance(value, list):
-        return tuple(decode(item) for item in value)
+        return tuple([item if type(item) in _PLAIN else decode(item) for item in value])
     if not isinstance(value, dict):
         return value
     kind = value["type"]

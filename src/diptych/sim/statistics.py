@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from diptych.metrics import Distribution
@@ -31,7 +31,7 @@ class Stream:
 
     def add(self, values: Iterable[float]) -> None:
         """Take in durations, each 0 or more."""
-        seen = values if isinstance(values, Sequence) else tuple(values)
+        seen = values if isinstance(values, list | tuple) else tuple(values)
         if not seen:
             return
         self.n += len(seen)
