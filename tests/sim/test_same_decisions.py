@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from diptych.ground.phase import FinishReason
 from diptych.ground.request import Request, SamplingParams
 from diptych.ground.shape import StepShape
 from diptych.ground.step import StepPlan, StepResult
+from diptych.lab import served
 from diptych.lab.simulated import SITUATIONS, Situation, run_on_engine
 from diptych.sim.executor import PredictedExecutor
 from diptych.sim.recorded import minutes_of, recorded_load, rerun
@@ -123,6 +126,18 @@ def test_a_real_run_is_simulated_decision_by_decision(model: Model, situation: S
     assert (stats.preemptions > 0) == (situation.name == "preemption")
     assert (stats.prefix_hits_tokens > 0) >= (situation.shared_prefix_tokens > 0)
     assert rerun(run.lines(), predict_s=seconds) == []
+
+
+@pytest.mark.parametrize(("n_frozen", "calls"), [(0, ["collect", "freeze", "unfreeze"]), (9, ["collect"])])
+def test_what_others_froze_stays_frozen(monkeypatch: pytest.MonkeyPatch, n_frozen: int, calls: list[str]) -> None:
+    """All that a process had set aside was unfrozen, and walked by each collection from then on."""
+    seen: list[str] = []
+    names = ("collect", "freeze", "unfreeze")
+    asked = {name: partial(seen.append, name) for name in names} | {"get_freeze_count": lambda: n_frozen}
+    monkeypatch.setattr(served, "gc", SimpleNamespace(**asked))
+    with served.undisturbed():
+        pass
+    assert seen == calls
 
 
 def test_histories_that_grow_are_simulated_decision_by_decision(model: Model) -> None:

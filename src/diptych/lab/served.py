@@ -140,14 +140,16 @@ def drive(
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """As a server does: a collection of all that is loaded takes as long as a hundred steps. What somebody else has set apart
-    before stays so: nothing that is set apart can be told from the rest.
+    """As a server does: a collection of all that is loaded takes as long as a hundred steps.
+
+    Where something is frozen already, so it stays: who unfreezes, unfreezes all.
     """
-    is_first = gc.get_freeze_count() == 0
     gc.collect()
+    if gc.get_freeze_count():
+        yield
+        return
     gc.freeze()
     try:
         yield
     finally:
-        if is_first:
-            gc.unfreeze()
+        gc.unfreeze()
