@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import cache
 
 import jsonschema_rs
 import numpy as np
@@ -48,6 +49,7 @@ EOS = (0, 2)
 TAGS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
 
+@cache
 def with_tags(kind: str) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer.from_str(byte_level_json())
     tags = [tokenizers.AddedToken(tag, special=kind == "special", normalized=False) for tag in TAGS]
@@ -58,10 +60,16 @@ def with_tags(kind: str) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def write(backend: tokenizers.Tokenizer, spec, *, seed: int) -> str:
+@cache
+def ready(kind: str) -> tuple[Tokenizer, GrammarCompiler]:
+    """Of `with_tags`, once: a compiler takes longer to read a vocabulary than to compile what these tests ask of it."""
+    tokenizer = Tokenizer(with_tags(kind), {}, EOS)
+    return tokenizer, GrammarCompiler(tokenizer, tokenizer.vocab_size)
+
+
+def write(kind: str, spec, *, seed: int) -> str:
     """Random draws under the grammar, as a client sees them: special tokens that mark no call are hidden."""
-    tokenizer = Tokenizer(backend, {}, EOS)
-    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
+    tokenizer, compiler = ready(kind)
     state = compiler.compile(spec).begin()
     rng = np.random.default_rng(seed)
     ids: list[int] = []
@@ -73,7 +81,6 @@ def write(backend: tokenizers.Tokenizer, spec, *, seed: int) -> str:
         state.advance(token_id)
         if state.is_complete:
             break
-    compiler.close()
     return tokenizer.decode(ids)
 
 
@@ -87,7 +94,7 @@ def test_forced_output_is_always_a_call(tool_format, name, kind):
     spec = tool_call_spec(TOOLS, tool_format, name=name, tag_ids=tag_ids)
     names = set()
     for seed in range(8):
-        output = write(tokenizer, spec, seed=seed)
+        output = write(kind, spec, seed=seed)
         content, calls = parse_tool_calls(output, tool_format, tool_names=["weather", "time"])
         assert calls, output
         assert not content.strip(), output
@@ -102,7 +109,7 @@ def test_one_call_only_when_parallel_calls_are_off(tool_format):
     """parallel_tool_calls: false."""
     spec = tool_call_spec(TOOLS, tool_format, is_parallel=False)
     for seed in range(6):
-        assert len(parse_tool_calls(write(with_tags("letters"), spec, seed=seed), tool_format)[1]) == 1
+        assert len(parse_tool_calls(write("letters", spec, seed=seed), tool_format)[1]) == 1
 
 
 @pytest.mark.parametrize("tool_format", FORMS)
@@ -115,7 +122,7 @@ def test_references_within_a_tools_schema_are_followed(tool_format):
     ]
     spec = tool_call_spec(tools, tool_format)
     for seed in range(4):
-        calls = parse_tool_calls(write(with_tags("letters"), spec, seed=seed), tool_format)[1]
+        calls = parse_tool_calls(write("letters", spec, seed=seed), tool_format)[1]
         assert calls
         for call in calls:
             assert json.loads(call.arguments) == {"c": call.name * 2}
@@ -130,11 +137,10 @@ STRICT = [{"type": "function", "function": {**tool["function"], "strict": True}}
 def test_strict_calls_fit_from_their_tag_on_and_text_is_free(tool_format, kind):
     """`strict` under tool_choice auto had no effect: a model could break the schema that it was promised to keep."""
     tokenizer = with_tags(kind)
-    own = Tokenizer(tokenizer, {}, EOS)
+    own, compiler = ready(kind)
     tag_ids = own.tags_in(tool_format.literals)
     spec = strict_calls_spec(STRICT, tool_format, tag_ids=tag_ids)
     assert spec is not None
-    compiler = GrammarCompiler(own, own.vocab_size)
     begin = tag_ids[tool_format.trigger]
     for seed, text in enumerate(("", "Let me look.\n", "{ [ < tool")):
         state = compiler.compile(spec).begin()
@@ -157,7 +163,6 @@ def test_strict_calls_fit_from_their_tag_on_and_text_is_free(tool_format, kind):
         assert calls
         for call in calls:
             assert json.loads(call.arguments)["city"] in ("Paris", "Rome")
-    compiler.close()
 
 
 SUM = {"type": "object", "properties": {"sum": {"enum": [7, 12]}}, "required": ["sum"]}
@@ -173,9 +178,7 @@ def test_where_the_answer_must_be_json_a_model_may_still_call(tool_format, kind)
     spec = calls_or_json_spec(TOOLS, tool_format, AS_JSON, tag_ids=tag_ids)
     seen = set()
     for seed in range(24):
-        content, calls = parse_tool_calls(
-            write(tokenizer, spec, seed=seed), tool_format, tool_names=["weather", "time"]
-        )
+        content, calls = parse_tool_calls(write(kind, spec, seed=seed), tool_format, tool_names=["weather", "time"])
         seen.add("calls" if calls else "answer")
         if calls:
             assert not content.strip()
@@ -186,8 +189,7 @@ def test_where_the_answer_must_be_json_a_model_may_still_call(tool_format, kind)
 
 
 def test_what_is_neither_json_nor_a_call_is_not_written():
-    own = Tokenizer(with_tags("special"), {}, EOS)
-    compiler = GrammarCompiler(own, own.vocab_size)
+    own, compiler = ready("special")
     any_object = StructuredSpec(kind="json_object", source="")
     state = compiler.compile(
         calls_or_json_spec(TOOLS, HERMES, any_object, tag_ids=own.tags_in(HERMES.literals))
@@ -201,7 +203,6 @@ def test_what_is_neither_json_nor_a_call_is_not_written():
         assert state.allowed()[token_id]
         state.advance(token_id)
     assert state.is_accepting
-    compiler.close()
 
 
 def test_tools_beside_an_answer_of_json_are_held_as_far_as_they_can_be():
@@ -263,11 +264,9 @@ def test_parameters_that_are_no_schema_are_refused_by_the_tools_name(form, part,
 def test_a_property_may_be_any_value_or_none(form) -> None:
     """`true` and `false` are schemas."""
     parameters = {"properties": {"a": True, "b": False, "c": {"type": "array", "items": True}}, "required": ["c"]}
-    tokenizer = Tokenizer(with_tags("letters"), {}, EOS)
-    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
+    _, compiler = ready("letters")
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     compiler.compile(tool_call_spec([tool], form))
-    compiler.close()
 
 
 @pytest.mark.parametrize("form", [TAGGED, GEMMA], ids=["tagged", "gemma"])
@@ -283,8 +282,7 @@ def test_a_text_has_its_pattern_and_its_length(form, tags) -> None:
     spec = tool_call_spec([tool], form, is_parallel=False, tag_ids=own.tags_in(form.literals))
     for seed in range(4):
         ((_, arguments),) = [
-            (one.name, json.loads(one.arguments))
-            for one in parse_tool_calls(write(with_tags(tags), spec, seed=seed), form)[1]
+            (one.name, json.loads(one.arguments)) for one in parse_tool_calls(write(tags, spec, seed=seed), form)[1]
         ]
         assert re.fullmatch("[a-z]{2,3}", arguments["a"])
 
@@ -327,7 +325,7 @@ def test_arguments_written_one_by_one_satisfy_the_schema(form) -> None:
         spec = tool_call_spec([tool], form, is_parallel=False)
         schema = jsonschema_rs.validator_for({"type": "object", **parameters}, validate_formats=True)
         for seed in range(2):
-            output = write(with_tags("letters"), spec, seed=seed)
+            output = write("letters", spec, seed=seed)
             ((_, arguments),) = [
                 (one.name, json.loads(one.arguments))
                 for one in parse_tool_calls(output, form, tools={"f": parameters})[1]
@@ -405,10 +403,9 @@ def test_a_loose_tool_whose_schema_no_compiler_takes_may_still_be_called(form, o
         "type": "function",
         "function": {"name": "odd", "parameters": {"properties": {"q": odd}, "required": ["q"]}},
     }
-    own = Tokenizer(with_tags("added"), {}, EOS)
+    own, compiler = ready("added")
     spec = strict_calls_spec([STRICT[0], loose], form, tag_ids=own.tags_in(form.literals))
     assert spec is not None
-    compiler = GrammarCompiler(own, own.vocab_size)
     arguments = '{"q": ["x"]}' if form is HERMES else '<parameter=q>\n["x"]\n</parameter>\n'
     for call in (
         f"{form.head}{arguments}{form.close}".replace(NAME, "odd"),
@@ -418,7 +415,6 @@ def test_a_loose_tool_whose_schema_no_compiler_takes_may_still_be_called(form, o
         ids = own.encode(call, add_special_tokens=False)
         n_taken = next((i for i, token_id in enumerate(ids) if not _takes(state, token_id)), len(ids))
         assert (n_taken == len(ids)) == ("odd" in call), own.decode(ids[: n_taken + 1])
-    compiler.close()
 
 
 def _takes(state, token_id: int) -> bool:
@@ -437,7 +433,5 @@ def test_as_many_tools_as_a_request_may_have_make_a_grammar(form) -> None:
         "required": ["string0"],
     }
     tools = [{"type": "function", "function": {"name": f"tool_{i}", "parameters": parameters}} for i in range(128)]
-    own = Tokenizer(with_tags("letters"), {}, EOS)
-    compiler = GrammarCompiler(own, own.vocab_size)
+    _, compiler = ready("letters")
     compiler.compile(tool_call_spec(tools, form))
-    compiler.close()
