@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from functools import cache
 
 import pytest
 import tokenizers
@@ -139,20 +140,36 @@ def metaspace(scheme: str, kind: str) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+@cache
+def both(scheme: str, kind: str) -> tuple[Tokenizer, transformers.PreTrainedTokenizerFast]:
+    """Ours and the oracle."""
+    backend = metaspace(scheme, kind)
+    oracle = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+    return Tokenizer(backend, {}, []), oracle
+
+
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "bytes"])
 @pytest.mark.parametrize("scheme", ["always", "first", "never"])
 @given(prompt=st.lists(st.integers(1, 7), min_size=1, max_size=4), output=st.lists(st.integers(0, 9), max_size=6))
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_continuation_has_the_spaces_of_the_whole_text(kind, scheme, prompt, output):
     """After "the", Metaspace tokenizers wrote "dogs" for " dogs": each continuation lost its first space."""
-    backend = metaspace(scheme, kind)
-    tokenizer = Tokenizer(backend, {}, [])
+    tokenizer, oracle = both(scheme, kind)
     assert tokenizer.piece_kind is PieceKind.GENERIC
-    oracle = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
     before, whole = oracle.decode(prompt), oracle.decode([*prompt, *output])
     assume(before)  # a prompt of one space has no text at all
     assert streamed(TextStream(tokenizer, follows_text=True), output) == whole[len(before) :]
     assert streamed(TextStream(tokenizer), output) == oracle.decode(output)
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_a_run_of_bytes_is_held_until_it_ends(scheme):
+    """A whole character was out when the byte behind it spoiled the run: another text than `decode`'s."""
+    tokenizer, oracle = both(scheme, "bytes")
+    for output in ([8, 9, 9], [8, 9, 9, 2], [8, 9, 2, 8, 9], [8, 8, 9, 1]):
+        assert streamed(TextStream(tokenizer), output) == oracle.decode(output)
+    stream = TextStream(tokenizer, follows_text=True)
+    assert [stream.push(token_id).text for token_id in (8, 9, 2)] == ["", "", "é dog"]
 
 
 def first_complete(text: str, stop: list[str]) -> tuple[int, str] | None:

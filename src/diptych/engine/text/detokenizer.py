@@ -205,7 +205,8 @@ class _WindowDecoder:
     """Any other tokenizer: decode a short window before and after each token and hand out the difference.
 
     Such decoders treat the first token of a text in their own way (Metaspace drops its space). So an output that follows
-    a text begins behind a token that is never shown.
+    a text begins behind a token that is never shown. A run of byte tokens is held until it ends: a byte that fits to none
+    before it makes U+FFFD of them all.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, follows_text: bool) -> None:
@@ -215,9 +216,12 @@ class _WindowDecoder:
         self._read = len(self._ids)  # ids[:read] are out as text; ids[read:] are not
 
     def push(self, token_id: int) -> str:
-        if self._tokenizer.token(token_id) is None:
+        token = self._tokenizer.token(token_id)
+        if token is None:
             return ""
         self._ids.append(token_id)
+        if fallback_byte(token) is not None:
+            return ""
         before = self._decode(self._ids[: self._read], False)
         after = self._decode(self._ids, False)
         if after == before or after.endswith("\ufffd") or not after.startswith(before):
