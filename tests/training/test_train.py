@@ -1,6 +1,7 @@
 """A run that is stopped and resumed must be the run that was never stopped, or the recipe cannot be repeated."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 TINY = ModelShape(hidden_size=32, intermediate_size=64, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16)
 RECIPE = Recipe(total_tokens=1 << 20, batch_tokens=2048, micro_tokens=1024, seed=7)
+SMALL = replace(RECIPE, batch_tokens=1024, micro_tokens=512)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def train(work, name, *, stops):
     folder, data = work
     for n_steps in stops:
         model = tiny_model()
-        run(model, data, name=name, work=folder, recipe=RECIPE, stop_after_steps=n_steps)
+        run(model, data, name=name, work=folder, recipe=SMALL, stop_after_steps=n_steps)
     return model, folder
 
 
@@ -71,7 +73,7 @@ def test_student_approaches_its_teacher(work):
     teacher, student = tiny_model(), tiny_model()
     for parameter in teacher.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    run(student, data, name="student", work=folder, recipe=RECIPE, teacher=teacher, stop_after_steps=10)
+    run(student, data, name="student", work=folder, recipe=SMALL, teacher=teacher, stop_after_steps=10)
     losses = [json.loads(line)["loss"] for line in (folder / "student.log.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0]
 
