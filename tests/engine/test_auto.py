@@ -18,7 +18,7 @@ from diptych.engine.drafters import open_drafters
 from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel, bundled_dir, load
 from diptych.ground.clock import MonotonicClock
-from diptych.ground.config import EngineConfig, engine_config
+from diptych.ground.config import ComputeConfig, EngineConfig, engine_config
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import SamplingParams
 from diptych.ground.shape import StepShape
@@ -127,7 +127,7 @@ def test_the_bundled_model_has_three() -> None:
     """Heads shipped beside the model were used by nobody who did not name them."""
     if not cpu_kernels.is_available()[0]:
         pytest.skip(cpu_kernels.is_available()[1])
-    loaded = load("bundled", EngineConfig())
+    loaded = load("bundled", EngineConfig(compute=ComputeConfig(threads=1)))
     opened = open_drafters(engine_config(speculate="auto"), loaded.model, directory=bundled_dir())
     assert [one.kind for one in opened] == ["draft", "medusa", "eagle"]
     params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)

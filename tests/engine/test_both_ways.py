@@ -95,7 +95,7 @@ def test_the_kernels_agree_with_sentence_transformers(tmp_path: Path, kind: str)
     texts = [*TEXTS, LONG]
     want = oracle(path).encode(texts)
     for settings in ({"weights": "bf16"}, {"weights": "int8", "kv": "int8"}):
-        llm = LLM(path, backend="cpu", max_context_tokens=256, **settings)  # type: ignore[arg-type]
+        llm = LLM(path, backend="cpu", threads=1, max_context_tokens=256, **settings)  # type: ignore[arg-type]
         assert ((want * vectors(llm, texts)).sum(axis=1) > (0.999 if settings["weights"] == "bf16" else 0.98)).all()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tests.checkpoints import make_checkpoint
 from tests.engine.conftest import tiny_config
-from tests.engine.test_speculation import BASE, CASES, PROMPTS, SAMPLED, said, unpriced
+from tests.engine.test_speculation import BASE, CASES, PROMPTS, SAMPLED, plain, said, unpriced
 
 from diptych.compute.drafting.drafter import DraftModel
 from diptych.compute.ops.cpu import kernels as cpu_kernels
@@ -22,7 +22,7 @@ from diptych.engine.drafters import open_drafters
 from diptych.engine.drafting import Drafting, Draftings
 from diptych.engine.llm import LLM, Completion
 from diptych.engine.load import LoadedModel, load, size_pool
-from diptych.ground.config import EngineConfig, engine_config
+from diptych.ground.config import ComputeConfig, EngineConfig, engine_config
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.ground.request import SamplingParams
@@ -55,7 +55,7 @@ def test_a_drafter_that_is_the_model_itself_is_always_right(exact: LoadedModel, 
     Beside neighbours, with prompts in chunks and, the second time, from the prefix cache.
     """
     config = tiny_config()
-    wanted = LLM(exact, config).generate(PROMPTS, CASES[name])
+    wanted = plain(exact, CASES[name])
     llm = drafting(exact, config, tiny_dir)
     for _ in range(2):
         got = llm.generate(PROMPTS, CASES[name])
@@ -83,7 +83,7 @@ def other_dir(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_drafter_that_is_mostly_wrong_changes_nothing(exact: LoadedModel, other_dir: Path, name: str) -> None:
     """Another family, another size of the cache: every answer as without."""
     config = tiny_config()
-    wanted = LLM(exact, config).generate(PROMPTS, CASES[name])
+    wanted = plain(exact, CASES[name])
     llm = drafting(exact, config, other_dir)
     got = llm.generate(PROMPTS, CASES[name])
     assert [said(done) for done in got] == [said(done) for done in wanted]
@@ -113,7 +113,7 @@ def test_at_every_depth(exact: LoadedModel, tiny_dir: Path, depth: int) -> None:
     """Drafts that reach over the ends of blocks lie in scratch, and are computed again when they have come true."""
     config = tiny_config()
     params = replace(SAMPLED, max_tokens=70)
-    wanted = LLM(exact, config).generate(PROMPTS, params)
+    wanted = plain(exact, params)
     got = drafting(exact, config, tiny_dir, max_draft_tokens=depth).generate(PROMPTS, params)
     assert [said(done) for done in got] == [said(done) for done in wanted]
     drafted, accepted = counts(got)
@@ -219,7 +219,7 @@ def test_a_drafter_that_lies_changes_nothing(
 ) -> None:
     """Tokens that are none, more than were asked, sequences that nobody asked for."""
     config = tiny_config()
-    wanted = LLM(exact, config).generate(PROMPTS, SAMPLED)
+    wanted = plain(exact, SAMPLED)
     llm = drafting(exact, config, tiny_dir)
     rng = random.Random(2)
 
@@ -271,7 +271,7 @@ def test_a_table_padded_to_another_size_is_no_other_vocabulary(
     """Models of one family pad their tables to different sizes (Qwen2.5: 151,936 and 152,064 rows), and were refused."""
     config = tiny_config()
     large = padded(tiny_dir, tmp_path, 4160)
-    wanted = LLM(exact, config).generate(PROMPTS, CASES[name])
+    wanted = plain(exact, CASES[name])
     llm = drafting(exact, config, large)
     assert [said(done) for done in llm.generate(PROMPTS, CASES[name])] == [said(done) for done in wanted]
     assert llm.engine.stats().drafter_faults == 0
@@ -311,7 +311,7 @@ def test_the_bundled_drafters_save_steps(drafter: str, temperature: float) -> No
     """`speculate` alone takes the bundled drafter for the bundled model; a quarter of the steps goes at least."""
     if not cpu_kernels.is_available()[0]:
         pytest.skip(cpu_kernels.is_available()[1])
-    loaded = load("bundled", EngineConfig())
+    loaded = load("bundled", EngineConfig(compute=ComputeConfig(threads=1)))
     params = SamplingParams(max_tokens=80, temperature=temperature, seed=3, ignore_eos=True)
     prompts = ["Once upon a time there was a little girl who", "The capital of France is"]
     wanted = LLM(loaded).generate(prompts, params)

@@ -94,7 +94,9 @@ def test_vectors_are_those_of_sentence_transformers(
 def test_the_kernels_agree_with_sentence_transformers(embedder: Path, weights: str, least: float) -> None:
     """int8 balances the final norm with the head; states must not be those of the balanced channels."""
     want = oracle(embedder).encode(TEXTS, prompt_name="query")
-    got = vectors(LLM(embedder, backend="cpu", weights=weights, max_context_tokens=256), TEXTS, prompt_name="query")
+    got = vectors(
+        LLM(embedder, backend="cpu", threads=1, weights=weights, max_context_tokens=256), TEXTS, prompt_name="query"
+    )
     assert ((want * got).sum(axis=1) > least).all()
 
 
@@ -327,7 +329,7 @@ def test_refusals_name_what_and_how_many(embedder: Path, tmp_path: Path) -> None
         llm.embed([[5000]])
     with pytest.raises(ConfigError, match="task is set"):
         LLM(llm.loaded, task="embed")
-    writer = LLM("bundled", max_context_tokens=256)
+    writer = LLM("bundled", threads=1, max_context_tokens=256)
     with pytest.raises(RequestError, match="loaded to write"):
         writer.embed("a")
     with pytest.raises(UnsupportedModel, match="3 labels"):
@@ -336,7 +338,7 @@ def test_refusals_name_what_and_how_many(embedder: Path, tmp_path: Path) -> None
 
 def test_report_of_an_embedding_has_one_phase() -> None:
     """The planner's and the report's word for it: a prefill, priced as one, and no decode."""
-    llm = LLM("bundled", task="embed", max_context_tokens=256, max_step_tokens=16)
+    llm = LLM("bundled", task="embed", threads=1, max_context_tokens=256, max_step_tokens=16)
     observer = PhaseObserver()
     llm.engine.listen(observer)
     (one,) = llm.embed(TEXTS[1])
@@ -352,7 +354,7 @@ def test_report_of_an_embedding_has_one_phase() -> None:
 
 def test_bundled_model_embeds_when_asked() -> None:
     """--task embed: the state of the last token, normalised."""
-    llm = LLM("bundled", task="embed", max_context_tokens=256)
+    llm = LLM("bundled", task="embed", threads=1, max_context_tokens=256)
     same, other = vectors(llm, ["a cat sat", "a cat sat"]), vectors(llm, "the law of the sea")
     assert (same[0] == same[1]).all()
     assert np.linalg.norm(same[0]) == pytest.approx(1.0, abs=1e-5)

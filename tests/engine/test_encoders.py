@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +93,15 @@ def judges(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: make_cross_encoder(root / kind, kind) for kind in JUDGES}
 
 
+@cache
+def published(path: Path) -> np.ndarray:
+    """What sentence-transformers says of TEXTS: of several lengths together, so that it pads and masks."""
+    return oracle(path).encode(TEXTS)  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_vectors_are_those_of_sentence_transformers(encoders: dict[str, Path], kind: str) -> None:
-    """Of several lengths together, so that the oracle pads and masks."""
-    want = oracle(encoders[kind]).encode(TEXTS)
+    want = published(encoders[kind])
     llm = fp32(encoders[kind])
     got = vectors(llm, TEXTS)
     np.testing.assert_allclose(got, want, atol=2e-5)
@@ -108,9 +114,9 @@ def test_vectors_are_those_of_sentence_transformers(encoders: dict[str, Path], k
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernels_agree_with_sentence_transformers(encoders: dict[str, Path], kind: str) -> None:
     needs("cpu")
-    want = oracle(encoders[kind]).encode(TEXTS)
+    want = published(encoders[kind])
     for weights, kv, least in (("bf16", "bf16", 0.999), ("int8", "int8", 0.99)):
-        got = vectors(LLM(encoders[kind], backend="cpu", weights=weights, kv=kv), TEXTS)
+        got = vectors(LLM(encoders[kind], backend="cpu", threads=1, weights=weights, kv=kv), TEXTS)
         assert ((want * got).sum(axis=1) > least).all(), (weights, (want * got).sum(axis=1))
 
 
@@ -119,10 +125,11 @@ def test_the_kernels_agree_with_sentence_transformers(encoders: dict[str, Path],
     "kind", ["bert", "xlm-roberta", "mpnet", "modernbert", "albert", "electra-small", "deberta-v2"]
 )
 def test_neighbours_budgets_and_threads_change_no_bit(encoders: dict[str, Path], kind: str, backend: str) -> None:
+    """Threads of torch are torch's own matter: one kind shows that they may be two."""
     needs(backend)
     texts = [" ".join(TEXTS), *TEXTS, TEXTS[0]]
     first: np.ndarray | None = None
-    for step_tokens, threads in ((POSITIONS, 1), (128, 2)):
+    for step_tokens, threads in ((POSITIONS, 1), (128, 2 if backend == "cpu" or kind == "bert" else 1)):
         scheduler = SchedulerConfig(max_step_tokens=step_tokens, max_running_sequences=4, max_context_tokens=POSITIONS)
         compute = ComputeConfig(backend=backend, weights="fp32" if backend == "torch" else "bf16", threads=threads)
         llm = LLM(

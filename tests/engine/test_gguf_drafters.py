@@ -13,12 +13,13 @@ from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.engine.drafters import open_drafters
 from diptych.engine.llm import LLM
 from diptych.engine.load import LoadedModel, bundled_dir, load
-from diptych.ground.config import EngineConfig, engine_config
+from diptych.ground.config import ComputeConfig, EngineConfig, engine_config
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import SamplingParams
 
 pytestmark = pytest.mark.native
 
+ALONE = EngineConfig(compute=ComputeConfig(threads=1))
 PARAMS = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 PROMPTS = ["Once upon a time there was a little girl who", "The capital of France is"]
 
@@ -31,7 +32,7 @@ def _kernels() -> None:
 
 @pytest.fixture(scope="module")
 def folder() -> LoadedModel:
-    return load("bundled", EngineConfig())
+    return load("bundled", ALONE)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def file(directory: Path) -> LoadedModel:
     """The bundled model as a GGUF file of 8-bit blocks."""
-    return load(str(write_bundled(directory / "model.gguf", "Q8_0")), EngineConfig())
+    return load(str(write_bundled(directory / "model.gguf", "Q8_0")), ALONE)
 
 
 def drafted(model: LoadedModel, kind: str, draft: Path) -> tuple[int, int]:
