@@ -34,6 +34,7 @@ from diptych.ground.clock import MonotonicClock, sleep_s
 from diptych.ground.config import ComputeConfig, engine_config
 from diptych.ground.errors import ConfigError, LoadError, WorkerLost
 from diptych.ground.request import SamplingParams
+from started import Started
 
 pytestmark = [
     pytest.mark.native,
@@ -209,18 +210,18 @@ def test_two_phases_on_ranks() -> None:
         assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
-def started(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 
 def rank_zero(state: str, ranks: int, *address: str) -> subprocess.Popen[str]:
-    return started(str(Path(__file__).with_name("rank_zero.py")), state, str(ranks), *address)
+    script = str(Path(__file__).with_name("rank_zero.py"))
+    return subprocess.Popen([sys.executable, script, state, str(ranks), *address], text=True, **PIPES)
 
 
-def other_rank(number: int, ranks: int, address: str) -> subprocess.Popen[str]:
+def other_rank(number: int, ranks: int, address: str) -> Started:
     """`diptych rank`, as on a machine of its own."""
     where = ("--tp", str(ranks), "--tp-address", address, "--tp-rank", str(number), "--threads", "1", "--numa", "off")
-    return started("-m", "diptych", "rank", "bundled", *where)
+    return Started("rank", "bundled", *where, **PIPES)
 
 
 STATES = ("loading", "prefilling", "decoding", "idle")
@@ -264,7 +265,7 @@ def test_linked_processes_answer_as_one_and_end_as_one() -> None:
 @pytest.mark.parametrize("is_idle", [False, True], ids=["in a step", "idle"])
 def test_a_linked_rank_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch, is_idle: bool) -> None:
     """It closes nothing, so no system tells of it: a step waited for it three times as long as it takes to know."""
-    monkeypatch.setattr(linked, "LOST_S", 3.0)
+    monkeypatch.setattr(linked, "LOST_S", 2.0)
     address = free_address()
     other = other_rank(1, 2, address)
     llm = LLM("bundled", tp=2, tp_address=address, threads=1, backend="cpu", max_context_tokens=512)
