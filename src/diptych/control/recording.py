@@ -58,7 +58,7 @@ def encode(value: object) -> Any:
 
     What follows from other fields (a plan's shape) is not written.
     """
-    cls = type(value)
+    cls: Any = type(value)
     if cls in _PLAIN:
         return value
     names = _names(cls)
