@@ -46,6 +46,14 @@ CONTRASTS = """() => {
   return found.filter(([ratio, least]) => ratio < least);
 }"""
 
+# what a page waits for, a twentieth as long
+HASTE = """() => { const later = window.setTimeout;
+  window.setTimeout = (act, after = 0, ...given) => later(act, after / 20, ...given); }"""
+# what was written on canvases, and how far down
+DRAWN = """window.drawn = {}; const fill = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+  (window.drawn[this.canvas.id] ??= {})[text] = y; fill.call(this, text, x, y); };"""
+
 
 def frame(now_s: float, requests: int, *steps: dict[str, Any], busy_s: float) -> dict[str, object]:
     """What happened up to now_s, in the words of the feed; the open requests are r0, r1, ..."""

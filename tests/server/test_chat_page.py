@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from live_page import CONTRASTS, needs_browser, told
+from live_page import CONTRASTS, HASTE, needs_browser, told
 from server_process import ServerProcess
 
 pytestmark = [pytest.mark.browser, needs_browser]
@@ -47,9 +46,8 @@ def wait() -> Any:
     return pytest.importorskip("playwright.sync_api").expect
 
 
-def opened(server: ServerProcess, context: Any, wait: Any) -> Any:
+def opened(server: ServerProcess, page: Any, wait: Any) -> Any:
     """The page, ready."""
-    page = context.new_page()
     page.goto(f"{server.url}/chat")
     wait(page.locator("#status")).to_have_text("ready", timeout=60_000)
     wait(page.locator("#set-model option").first).to_be_attached(timeout=60_000)
@@ -57,20 +55,11 @@ def opened(server: ServerProcess, context: Any, wait: Any) -> Any:
 
 
 @pytest.fixture
-def page(server: ServerProcess, browser: Any, wait: Any) -> Iterator[Any]:
-    """The page of one who was never here; an error of its scripts, and anything its policy forbids, fails the test."""
-    context = browser.new_context(viewport={"width": 390, "height": 844}, reduced_motion="reduce")
-    problems: list[str] = []
-    foreign: list[str] = []
-    context.on("console", lambda one: problems.append(one.text) if "Content Security Policy" in one.text else None)
-    context.on("weberror", lambda one: problems.append(str(one.error)))
-    context.on(
-        "request", lambda one: foreign.append(one.url) if not one.url.startswith((server.url, "data:")) else None
-    )
-    yield opened(server, context, wait)
-    context.close()
-    assert problems == []
-    assert foreign == []
+def page(server: ServerProcess, tab: Any, wait: Any) -> Any:
+    """The page on a phone."""
+    tab.set_viewport_size({"width": 390, "height": 844})
+    tab.emulate_media(reduced_motion="reduce")
+    return opened(server, tab, wait)
 
 
 def ask(page: Any, text: str) -> None:
@@ -337,6 +326,7 @@ def test_a_page_that_is_left_keeps_what_had_come(page: Any, wait: Any) -> None:
 
 
 def test_a_server_that_goes_and_comes_back(page: Any, wait: Any) -> None:
+    page.evaluate(HASTE)
     page.route("**/ready", lambda route: route.abort())
     page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
     wait(page.locator("#status")).to_have_text("connection lost, trying again")
@@ -391,37 +381,33 @@ def test_what_is_copied_and_exported_is_what_was_written(page: Any, wait: Any) -
     ]
 
 
-def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Any, wait: Any) -> None:
+def test_a_key_is_asked_for_and_kept_for_the_tab(tab: Any, wait: Any) -> None:
     """A browser that has the page, and has not, or no longer, the key by its own dialog: there is a field for it."""
     with ServerProcess("--kv-memory-bytes", "33554432", key="a-key") as server:
-        context = browser.new_context()
-        try:
 
-            def pass_on(route: Any) -> None:
-                """As a browser does whose reader has closed its dialog: what it is refused, the page sees."""
-                path = route.request.url.removeprefix(server.url)
-                is_file = path == "/chat" or path.endswith((".js", ".css"))
-                headers = route.request.headers | ({"x-api-key": "a-key"} if is_file else {})
-                answer = route.fetch(headers=headers)
-                kind = answer.headers["content-type"]
-                route.fulfill(status=answer.status, body=answer.body(), headers={"content-type": kind})
+        def pass_on(route: Any) -> None:
+            """As a browser does whose reader has closed its dialog: what it is refused, the page sees."""
+            path = route.request.url.removeprefix(server.url)
+            is_file = path == "/chat" or path.endswith((".js", ".css"))
+            headers = route.request.headers | ({"x-api-key": "a-key"} if is_file else {})
+            answer = route.fetch(headers=headers)
+            kind = answer.headers["content-type"]
+            route.fulfill(status=answer.status, body=answer.body(), headers={"content-type": kind})
 
-            context.route("**/*", pass_on)
-            page = context.new_page()
-            page.goto(f"{server.url}/chat")
-            for key in ("another", "a-key"):
-                wait(page.locator("#key")).to_be_focused(timeout=60_000)
-                page.fill("#key", key)
-                page.keyboard.press("Enter")
-            wait(page.locator("#model")).to_have_text("diptych-10m", timeout=60_000)
-            wait(page.locator("#settings")).to_be_hidden()
-            ask(page, "Hello")
-            wait(last(page).locator(".told")).to_be_visible(timeout=90_000)
-            wait(last(page).locator(".text p").first).to_be_visible()  # its Markdown, too
-            kept = "[localStorage, sessionStorage].map(store => JSON.stringify(store).includes('a-key'))"
-            assert page.evaluate(kept) == [False, True]
-        finally:
-            context.close()
+        tab.route("**/*", pass_on)
+        tab.goto(f"{server.url}/chat")
+        for key in ("another", "a-key"):
+            wait(tab.locator("#key")).to_be_focused(timeout=60_000)
+            tab.fill("#key", key)
+            tab.keyboard.press("Enter")
+        wait(tab.locator("#model")).to_have_text("diptych-10m", timeout=60_000)
+        wait(tab.locator("#settings")).to_be_hidden()
+        ask(tab, "Hello")
+        wait(last(tab).locator(".told")).to_be_visible(timeout=90_000)
+        wait(last(tab).locator(".text p").first).to_be_visible()  # its Markdown, too
+        kept = "[localStorage, sessionStorage].map(store => JSON.stringify(store).includes('a-key'))"
+        assert tab.evaluate(kept) == [False, True]
+        tab.goto("about:blank")  # it would ask a server that has ended
 
 
 @pytest.mark.parametrize("writes", [True, False])
@@ -437,57 +423,55 @@ def test_a_model_that_never_learnt_to_chat_says_so(page: Any, wait: Any, writes:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_all_of_it_fits_and_can_be_read(
-    server: ServerProcess, browser: Any, wait: Any, tmp_path: Path, theme: str, width: int
+    server: ServerProcess, tab: Any, wait: Any, tmp_path: Path, theme: str, width: int
 ) -> None:
-    context = browser.new_context(viewport={"width": width, "height": 844 if width == 390 else 800}, color_scheme=theme)
-    try:
-        page = opened(server, context, wait)
-        code = (
-            "```python\n"
-            + "print('a line that is much wider than the phone that it is read on')  # "
-            + "x" * 90
-            + "\n```\n"
-        )
-        table = "| a | b | c | d |\n|---|---|--:|---|\n" + "| some words | " + "y" * 60 + " | 12 | and more words |\n"
-        many = "Words, `code` and a [link](https://example.org).\n\n> said\n\n1. one\n2. two\n\n"
-        answers(
-            page,
-            told({"content": many + code + "\n" + table}),
-            told({"reasoning_content": "z" * 300}, {"content": "w" * 400}, end="length"),
-            told({"content": "half"}, end=None),
-            told({"content": "שלום עולם, and more\n\nplain again"}),
-        )
-        for text in ("Show me all that there is", "v" * 300, "go", "مرحبا"):
-            ask(page, text)
-            wait(page.locator("#send")).to_be_enabled()
-        wait(last(page).locator("p")).to_have_count(3)  # two lines and the note
-        direction = "e => getComputedStyle(e).direction"
-        assert [one.evaluate(direction) for one in last(page).locator(".text p").all()] == ["rtl", "ltr"]
-        assert page.locator(".mine .text").last.evaluate(direction) == "rtl"
-        page.unroute(ANSWERS)
-        ask(page, "What is the capital of France?")
-        wait(last(page).locator(".told")).to_be_visible(timeout=90_000)
-        folder = Path(os.environ.get("DIPTYCH_SCREENSHOTS", tmp_path))
-        page.screenshot(path=folder / f"chat-{theme}-{width}.png", timeout=90_000)
-        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-        assert page.evaluate("(t => t.scrollWidth <= t.clientWidth)(document.getElementById('thread'))")
-        assert page.evaluate(CONTRASTS) == []
-        last(page).locator(".told summary").click()
-        page.locator(".thought:visible summary").click()
-        page.locator(".message").nth(1).scroll_into_view_if_needed()
-        page.screenshot(path=folder / f"chat-all-{theme}-{width}.png", timeout=90_000)
-        assert page.evaluate("(t => t.scrollWidth <= t.clientWidth)(document.getElementById('thread'))")
-        assert page.evaluate(CONTRASTS) == []
-        page.click("#show-settings")
-        page.screenshot(path=folder / f"chat-settings-{theme}-{width}.png", timeout=90_000)
-        assert page.evaluate(CONTRASTS) == []
-        page.keyboard.press("Escape")
-        wait(page.locator("#show-settings")).to_be_focused()
-        if width == 390:
-            page.click("#show-list")
-            wait(page.locator("#list .open")).to_be_visible()
-            page.screenshot(path=folder / f"chat-list-{theme}.png", timeout=90_000)
-            page.locator("#list .open").click()
-            wait(page.locator("#thread")).to_be_visible()
-    finally:
-        context.close()
+    tab.set_viewport_size({"width": width, "height": 844 if width == 390 else 800})
+    tab.emulate_media(color_scheme=theme)
+    page = opened(server, tab, wait)
+    code = (
+        "```python\n"
+        + "print('a line that is much wider than the phone that it is read on')  # "
+        + "x" * 90
+        + "\n```\n"
+    )
+    table = "| a | b | c | d |\n|---|---|--:|---|\n" + "| some words | " + "y" * 60 + " | 12 | and more words |\n"
+    many = "Words, `code` and a [link](https://example.org).\n\n> said\n\n1. one\n2. two\n\n"
+    answers(
+        page,
+        told({"content": many + code + "\n" + table}),
+        told({"reasoning_content": "z" * 300}, {"content": "w" * 400}, end="length"),
+        told({"content": "half"}, end=None),
+        told({"content": "שלום עולם, and more\n\nplain again"}),
+    )
+    for text in ("Show me all that there is", "v" * 300, "go", "مرحبا"):
+        ask(page, text)
+        wait(page.locator("#send")).to_be_enabled()
+    wait(last(page).locator("p")).to_have_count(3)  # two lines and the note
+    direction = "e => getComputedStyle(e).direction"
+    assert [one.evaluate(direction) for one in last(page).locator(".text p").all()] == ["rtl", "ltr"]
+    assert page.locator(".mine .text").last.evaluate(direction) == "rtl"
+    page.unroute(ANSWERS)
+    ask(page, "What is the capital of France?")
+    wait(last(page).locator(".told")).to_be_visible(timeout=90_000)
+    folder = Path(os.environ.get("DIPTYCH_SCREENSHOTS", tmp_path))
+    page.screenshot(path=folder / f"chat-{theme}-{width}.png", timeout=90_000)
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    assert page.evaluate("(t => t.scrollWidth <= t.clientWidth)(document.getElementById('thread'))")
+    assert page.evaluate(CONTRASTS) == []
+    last(page).locator(".told summary").click()
+    page.locator(".thought:visible summary").click()
+    page.locator(".message").nth(1).scroll_into_view_if_needed()
+    page.screenshot(path=folder / f"chat-all-{theme}-{width}.png", timeout=90_000)
+    assert page.evaluate("(t => t.scrollWidth <= t.clientWidth)(document.getElementById('thread'))")
+    assert page.evaluate(CONTRASTS) == []
+    page.click("#show-settings")
+    page.screenshot(path=folder / f"chat-settings-{theme}-{width}.png", timeout=90_000)
+    assert page.evaluate(CONTRASTS) == []
+    page.keyboard.press("Escape")
+    wait(page.locator("#show-settings")).to_be_focused()
+    if width == 390:
+        page.click("#show-list")
+        wait(page.locator("#list .open")).to_be_visible()
+        page.screenshot(path=folder / f"chat-list-{theme}.png", timeout=90_000)
+        page.locator("#list .open").click()
+        wait(page.locator("#thread")).to_be_visible()
