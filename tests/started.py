@@ -169,6 +169,7 @@ if __name__ == "__main__":
         import_module(f"diptych.cli.{command}")
     for home in working.HOMES:
         import_module(home)
+    import_module("pydantic.v1")  # FastAPI does as the first route is made
     gc.freeze()
     asked = _serve(socket.socket(fileno=int(sys.argv[1])))
     if asked is not None:
