@@ -150,7 +150,10 @@ def conclude(
         noise=_noise(points, rounds),
     )
     if rounds.is_disturbed:
-        reason = "other processes used the cores in nearly every round: the times are shown, and decide nothing"
+        reason = (
+            "other processes used the cores in nearly every round: the times are shown, and decide nothing; "
+            "factors are medians of each round's own, which such times need not multiply to"
+        )
     elif 2 * unsettled > len(points):
         reason = f"{unsettled} of {len(points)} medians are known to no better than {UNSETTLED:.0%}: the machine was not quiet"
     elif Verdict.WITHHELD in verdicts and Verdict.FAILS not in verdicts:

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from diptych.lab.experiment import ROOF, Experiment, Outcome, Point, Roof, Verdict, outcome_json
-from diptych.lab.style import GREY, colours_of, label_dots, linear_axis, log_axis, plain
+from diptych.lab.style import GREY, colours_of, label_dots, linear_axis, log_axis, log_ticks, plain
 
 matplotlib.use("Agg")
 
@@ -235,11 +235,9 @@ def _curves(axes: Axes, experiment: Experiment, points: Sequence[Point]) -> None
                 *zip(*predicted, strict=True), "--", color=colour, alpha=0.6, label=f"{series}, {experiment.predicts}"
             )
     if experiment.is_log_x:
-        xs = sorted({p.x for p in points})
-        is_doubling = all(x == int(x) and int(x) & (int(x) - 1) == 0 for x in xs)
-        log_axis(axes.xaxis, xs if is_doubling else ())
+        log_axis(axes.xaxis, log_ticks(p.x for p in points))
     else:
-        linear_axis(axes.xaxis)
+        linear_axis(axes.xaxis, [p.x for p in points])
 
 
 def _under_roof(axes: Axes, points: Sequence[Point], roofs: Sequence[Roof]) -> None:
@@ -274,6 +272,7 @@ def _bars(axes: Axes, experiment: Experiment, outcome: Outcome, points: Sequence
     # a time that is one phase's has its colour
     colour = next(iter(colours_of(f"{p.series} {experiment.y_label}" for p in points).values()))
     ys = [p.measured for p in points]
+    above = 7 if experiment.is_log_y else 3  # points: a dot is larger than a narrow interval
     if experiment.is_log_y:  # a bar's length says nothing on a logarithmic axis
         axes.errorbar(xs, ys, yerr=ranges, fmt="o", markersize=9, color=colour, capsize=3, label="measured")
         axes.set_xlim(-0.5, len(outcome.x_names) - 0.5)
@@ -283,7 +282,7 @@ def _bars(axes: Axes, experiment: Experiment, outcome: Outcome, points: Sequence
     for p in points:
         text = _milliseconds(p.measured) if p.unit == "ms" else plain(float(f"{p.measured:.3g}"))
         axes.annotate(
-            text, (p.x, p.high), xytext=(0, 3), textcoords="offset points", ha="center", va="bottom", fontsize=9
+            text, (p.x, p.high), xytext=(0, above), textcoords="offset points", ha="center", va="bottom", fontsize=9
         )
     predicted = [(p.x, p.predicted) for p in points if p.predicted is not None]
     if predicted:

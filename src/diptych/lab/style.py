@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 PREFILL, DECODE = "#c77d1a", "#2f78b7"  # those of the live page, too
 FAILED, GREY = "#b91c1c", "#777777"
@@ -25,6 +25,8 @@ PHASE_WORDS = (
     ("with the cache", DECODE),  # a token from the cache is a decode step, one without it a prefill of all before it
     ("recomputing", PREFILL),
 )
+TICK_SHARE, LABEL_SHARE = 0.05, 0.1  # of a logarithmic axis: what a tick's number takes, and a dot's word
+LABEL_SIDES = (("left", (5, -9)), ("right", (-5, 5)), ("left", (5, 5)), ("right", (-5, -9)))  # of a dot, in points
 PARTS = {"linear": "#64748b", "attention": "#a16207", "launch": "#cbd5e1", "link": "#0e7490"}  # of a step: no phase
 
 
@@ -62,12 +64,31 @@ def log_axis(axis: Axis, values: Sequence[float] = ()) -> None:
     axis.set_major_formatter(FuncFormatter(plain))
 
 
-def linear_axis(axis: Axis) -> None:
-    """A linear axis with the same plain numbers."""
+def log_ticks(values: Iterable[float]) -> list[float]:
+    """Of measured values (above 0) those that have room for a tick of their own on a logarithmic axis over all of them."""
+    ordered = sorted(set(values))
+    room = (ordered[-1] / ordered[0]) ** TICK_SHARE
+    ticks = ordered[:1]
+    for value in ordered[1:]:
+        if value > ticks[-1] * room:
+            ticks.append(value)
+    return ticks
+
+
+def linear_axis(axis: Axis, values: Sequence[float] = ()) -> None:
+    """A linear axis with the same plain numbers; ticks stand at whole ones where all `values` are whole."""
+    if values and all(value == int(value) for value in values):
+        axis.set_major_locator(MaxNLocator("auto", integer=True))
     axis.set_major_formatter(FuncFormatter(plain))
 
 
 def label_dots(axes: Axes, xs: Sequence[float], ys: Sequence[float], texts: Sequence[str], **style: Any) -> None:
-    """A small word beside each dot."""
-    for x, y, text in zip(xs, ys, texts, strict=True):
-        axes.annotate(text, (x, y), xytext=(5, -9), textcoords="offset points", fontsize=7.5, **style)
+    """A small word beside each dot, of positive x and y on logarithmic axes: of two that nearly meet, each on another side."""
+    x_room, y_room = ((max(values) / min(values)) ** LABEL_SHARE for values in (xs, ys))
+    for number, (x, y, text) in enumerate(zip(xs, ys, texts, strict=True)):
+        near = sum(
+            max(x, other_x) <= x_room * min(x, other_x) and max(y, other_y) <= y_room * min(y, other_y)
+            for other_x, other_y in zip(xs[:number], ys[:number], strict=True)
+        )
+        side, offset = LABEL_SIDES[near % len(LABEL_SIDES)]
+        axes.annotate(text, (x, y), xytext=offset, textcoords="offset points", ha=side, fontsize=7.5, **style)

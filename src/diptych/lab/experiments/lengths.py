@@ -23,11 +23,16 @@ from diptych.lab.experiment import (
 
 LENGTHS = (10, 30, 100, 300, 1000, 2000, 4000, 10_000)
 FIT_FROM = 100
+NO_SUM = "no part of a step takes less than no time, so these times are no such sum"
 POSITIONS = (64, 256, 512, 1024, 2048, 4096, 8192)
 
 
 def _cut(stage: Stage) -> list[str]:
     return [stage.cut] if stage.cut else []
+
+
+def _signed(value: float, digits: int = 2) -> str:
+    return f"{'-' if value < 0 else '+'} {abs(value):.{digits}f}"
 
 
 def _closeness(fitted: np.ndarray, times: np.ndarray) -> float:
@@ -51,8 +56,14 @@ def _prefill_length(stage: Stage) -> Outcome:
     close = rounds.of(lambda t: _closeness(polynomial(fitted, t[n_floor:], 2) @ powers_3N, t[n_floor:]))
     a, b, c = (fit.value for fit in fits)
     longest = lengths[-1]
-    squared_share = max(c, 0.0) * longest**2 / (a + b * longest + max(c, 0.0) * longest**2)
-    knee = f"until about {b / c:,.0f} tokens, where attention has become as long as the rest" if c > 0 else "throughout"
+    if b > 0 and c > 0:
+        squared_share = c * longest**2 / (a + b * longest + c * longest**2)
+        meaning = (
+            f"linear until about {b / c:,.0f} tokens, where attention has become as long as the rest; "
+            f"at {longest:,} tokens the squared part is {squared_share:.0%} of the time"
+        )
+    else:
+        meaning = f"linear to {longest:,} tokens" if b > 0 else NO_SUM
     return conclude(
         points,
         [
@@ -66,8 +77,8 @@ def _prefill_length(stage: Stage) -> Outcome:
         ],
         rounds,
         finding=(
-            f"prefill takes {1e3 * a:.2f} ms + {1e6 * b:.2f} us per token + {1e9 * c:.3f} ns per token squared: "
-            f"linear {knee}; at {longest:,} tokens the squared part is {squared_share:.0%} of the time"
+            f"prefill takes {1e3 * a:.2f} ms {_signed(1e6 * b)} us per token {_signed(1e9 * c, 3)} ns per token squared: "
+            + meaning
         ),
         notes=[
             *_cut(stage),
@@ -106,7 +117,9 @@ def _decode_position(stage: Stage) -> Outcome:
         f"the weights read per token, {one.weight_bytes / 1e6:.1f} MB, need {1e3 * one.weight_bytes / ceiling:.3f} ms at the "
         f"measured ceiling of the {stage.ceilings.roof}, {ceiling / 1e9:.1f} GB/s" + stage.cached_weights,
     ]
+    meaning = NO_SUM
     if slope.value > 0:
+        meaning = f"a straight line that misses no position by more than {1 - close.value:.0%}"
         rate = kv_bytes_per_token / slope.value
         notes.append(f"the slope means that KV is read at {rate / 1e9:.1f} GB/s, {rate / ceiling:.0%} of that ceiling")
     return conclude(
@@ -117,8 +130,8 @@ def _decode_position(stage: Stage) -> Outcome:
         ],
         rounds,
         finding=(
-            f"a token costs {1e3 * intercept.value:.3f} ms (weights and launch) + {1e9 * slope.value:.1f} ns per token of "
-            f"context (KV): a straight line that misses no position by more than {1 - close.value:.0%}"
+            f"a token costs {1e3 * intercept.value:.3f} ms (weights and launch) {_signed(1e9 * slope.value, 1)} ns per token "
+            f"of context (KV): {meaning}"
         ),
         notes=notes,
     )

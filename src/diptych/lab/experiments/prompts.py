@@ -127,7 +127,7 @@ def _prompt_shape(stage: Stage) -> Outcome:
         rounds,
         finding=(
             f"the same question takes {1e3 * rounds.point(0).value:.1f} ms to its first token in {sizes[0]} tokens and "
-            f"{1e3 * rounds.point(1).value:.1f} ms in {sizes[1]:,} ({ratio.value:.0f}x): the scaffolding is what one waits for"
+            f"{1e3 * rounds.point(1).value:.1f} ms in {sizes[1]:,} ({ratio.value:.1f}x): the scaffolding is what one waits for"
         ),
         notes=["no prefix is cached; the second prompt has a system prompt and a document before the same question"],
         x_names=names,
@@ -253,7 +253,7 @@ def _cold_start(stage: Stage) -> Outcome:
         finding=(
             f"a new process has its first token after {rounds.point(0).value:.2f} s, loading and answering in a running one "
             f"takes {1e3 * rounds.point(1).value:.0f} ms, a loaded model {1e3 * rounds.point(2).value:.2f} ms "
-            f"({gain.value:.0f}x)"
+            f"({gain.value:.1f}x)"
         ),
         notes=[
             "a new process pays for the interpreter and its libraries first",
