@@ -199,6 +199,15 @@ def test_two_pools_are_a_service(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer(capsys, *pools, *load, "--cells", "2")["n_complete"] == 40
 
 
+def test_two_pools_say_whose_times_are_whose(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two notes told of times of prefill and decode, and not of which device."""
+    load = ["--rate", "4/s", "--requests", "9", "--prefill-hardware", "l40s", "--link", "50GB/s,10us"]
+    app([*SERVICE, *load])
+    page = capsys.readouterr().out
+    assert "note: times where answers are written: prefill: tensorrt-llm, of services, fitted on this device" in page
+    assert "note: times where prompts are read: prefill: tensorrt-llm-2024" in page
+
+
 def test_a_name_in_brackets_is_told_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     app([*SERVICE, *trace(tmp_path, AZURE, "[bold]day[x].csv")])
     assert "load: trace [bold]day[x].csv\n" in capsys.readouterr().out

@@ -46,14 +46,6 @@ def seconds(shape: StepShape) -> float:
     return 1e-3 + 1e-4 * shape.n_tokens
 
 
-def test_what_others_keep_from_the_collector_stays_so() -> None:
-    """Behind one measurement each full collection of a test process took a second: it walked all that is loaded."""
-    gc.freeze()
-    with undisturbed():
-        pass
-    assert gc.get_freeze_count() > 0
-
-
 @pytest.mark.parametrize("situation", SITUATIONS, ids=lambda one: one.name.replace(" ", "_"))
 def test_every_load_is_served_to_its_end_on_a_virtual_clock(situation) -> None:
     requests = situation.requests(16, capacity_per_s=20.0, vocab_size=1000, seed=3)

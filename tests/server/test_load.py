@@ -10,6 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
+from diptych.cli import bench_serve
 from diptych.cli.bench_serve import app
 from diptych.ground.errors import ConfigError
 from diptych.lab.http_client import HttpClient
@@ -35,6 +36,19 @@ def test_a_chat_is_words_whatever_ids_there_are() -> None:
     """Ids were sent as text of numerals, several tokens each, as if the lengths were exact."""
     (chat,) = bodies(LoadConfig(url="http://x", endpoint="chat", requests=1, prompt_tokens=(9, 9), vocab_size=10**6))
     assert set(chat["messages"][0]["content"].split(" ")) <= set(WORDS)
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="no /dev/full here")
+def test_a_file_that_cannot_be_written_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk behind --out took an hour's numbers with it: they were printed behind the writing."""
+
+    async def sent(config: LoadConfig, **_: object) -> list[SentRequest]:
+        return [outcome(0, due_s=0.0, events=[1.0, 1.1])]
+
+    monkeypatch.setattr(bench_serve, "run_load", sent)
+    told = CliRunner().invoke(app, ["--requests", "1", "--out", "/dev/full"])
+    assert isinstance(told.exception, OSError)
+    assert "answered 1 of 1" in told.stdout
 
 
 def outcome(number: int, *, due_s: float, events: list[float], error: str | None = None) -> SentRequest:

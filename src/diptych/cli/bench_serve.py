@@ -87,13 +87,14 @@ def serve(
     check_writable(picture)
     outcomes = _run(config, is_quiet=as_json)
     summary = summarize(config, outcomes)
-    if out is not None:
-        out.write_text(json.dumps(summary | {"outcomes": [_row(one) for one in outcomes]}, indent=1) + "\n")
     if as_json:
         print(json.dumps(summary))
     else:
         _print(summary, is_explained=explain)
-    if picture is not None:  # last, so that one that cannot be written costs no answer
+    # files last, so that one that cannot be written costs no answer
+    if out is not None:
+        out.write_text(json.dumps(summary | {"outcomes": [_row(one) for one in outcomes]}, indent=1) + "\n")
+    if picture is not None:
         working.draw(outcomes, summary, picture)
     if summary["answered"] == 0:
         print("error: no request was answered", file=sys.stderr)

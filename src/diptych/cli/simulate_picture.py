@@ -68,9 +68,9 @@ def _filled(axes: Axes, report: Report) -> None:
     axes.set(title="KV pool and sequences of an engine", xlabel="s", ylim=(0, max(0.05, *shares) * HEADROOM))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     counts = axes.twinx()
-    for name, colour in (("running", DECODE), ("waiting", FAILED)):
+    for name, colour, line in (("running", DECODE, "--"), ("waiting", FAILED, ":")):
         values = [getattr(one, f"{name}_s") / s for one, s in zip(bins, step_s, strict=True)]
-        counts.plot(_times(report), values, color=colour, lw=1, label=f"{name} (right)")
+        counts.plot(_times(report), values, color=colour, lw=1, ls=line, label=f"{name} (right)")
     counts.set_ylim(0, HEADROOM * counts.dataLim.y1 or 1.0)
     handles = [*axes.get_lines(), *counts.get_lines()]
     axes.legend(handles=handles, fontsize=8, loc="upper right", ncols=3)
@@ -85,7 +85,7 @@ def _line(axes: Axes, report: Report) -> None:
     axes.set_ylim(0, HEADROOM * axes.dataLim.y1 or 1.0)
     tokens = axes.twinx()
     rate = [one.output_tokens / bin_s for one in bins]
-    tokens.plot(_times(report), rate, color=DECODE, lw=1, label="output tokens per second (right)")
+    tokens.plot(_times(report), rate, color=DECODE, lw=1, ls="--", label="output tokens per second (right)")
     tokens.set_ylim(0, HEADROOM * tokens.dataLim.y1 or 1.0)
     axes.legend(handles=[*axes.get_lines(), *tokens.get_lines()], fontsize=8, loc="upper right", ncols=2)
 

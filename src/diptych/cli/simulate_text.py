@@ -65,8 +65,16 @@ def show(report: Report, note: str) -> None:
 
 def show_times(console: Console, service: Service) -> None:
     """Where its prices come from."""
-    for source in dict.fromkeys(pool.setup.calibration.source for pool in service.pools):
-        console.print(f"note: times: {source}")
+    sources = {pool.setup.calibration.source: pool for pool in service.pools}
+    for source, pool in sources.items():
+        where = (
+            ""
+            if len(sources) == 1
+            else " where answers are written"
+            if pool is service.pool
+            else " where prompts are read"
+        )
+        console.print(f"note: times{where}: {source}")
     for note in dict.fromkeys(note for pool in service.pools for note in _gpu_notes(pool)):
         console.print(f"note: {note}", markup=False)
     if service.request_s:
