@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from diptych.cli import bench, bench_serve, embed, generate, lab, plan, serve, simulate
+from diptych.cli import bench, bench_serve, embed, explain, generate, lab, plan, serve, simulate
 from diptych.ground.errors import ConfigError
+from encoder_files import make_plain
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,29 @@ def test_plan_reads_what_it_takes(
     with pytest.raises(SystemExit):
         plan.app(["llama-3.1-8b", *arguments] if "--list" in arguments else ["llama-3.1-8b", "-d", "l40s", *arguments])
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("app", "arguments"),
+    [
+        (bench.app, ["--prompt-tokens", "16", "--new-tokens", "4"]),
+        (lab.app, ["--only", "kv-cache", "--out", "report"]),
+        (lab.app, ["quality"]),
+        (explain.app, ["--messages", "chat.json"]),
+    ],
+)
+def test_a_model_that_writes_nothing_is_asked_for_no_answer(
+    app, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lab wrote a page of experiments that could not be run, and a chat of BERT was explained as if it were one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.json").write_text('[{"role": "user", "content": "Hello"}]', "utf-8")
+    path = make_plain(tmp_path / "made", "bert")
+    told = CliRunner().invoke(app, [*arguments, "--model", str(path)])
+    assert isinstance(told.exception, ConfigError), told.output
+    assert "needs a model that writes, and made has no output projection" in str(told.exception).replace(
+        str(path), "made"
+    )
 
 
 def test_a_trace_has_no_seed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -128,6 +129,17 @@ def test_report_is_self_contained_and_resumes(stage: Stage, tmp_path: Path) -> N
     assert {name: one["points"] for name, one in second.items()} == {
         name: one["points"] for name, one in first["experiments"].items()
     }
+
+
+@pytest.mark.parametrize("text", ["[]", '{"key": 3}', "null", '"text"', "{"])
+def test_a_file_that_is_no_result_is_none(stage: Stage, tmp_path: Path, text: str) -> None:
+    """A folder of the user's own with a kv-cache.json in it ended in a traceback."""
+    (tmp_path / "kv-cache.json").write_text(text)
+    done = cannot("not here")
+    experiment = replace(choose(["kv-cache"])[0], run=lambda _: done)
+    run = LabRun(stage, tmp_path)
+    run.run([experiment], on_result=lambda *_: None)
+    assert run.kept == []
 
 
 def test_a_sweep_can_be_measured_in_parts_and_noisy_results_again(stage: Stage, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,18 @@ def test_rows_say_what_a_plain_computation_says(monkeypatch: pytest.MonkeyPatch)
     assert int4.kl_nats > 10 * next(row.kl_nats for row in rows if row.weights == "bf16") > 0
 
 
+def test_a_model_of_few_positions_is_read_in_windows_of_as_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was refused for a context of 512 that nobody had asked for, and that no option changes."""
+    shutil.copytree(MODEL, tmp_path / "short")
+    config = json.loads((MODEL / "config.json").read_text()) | {"max_position_embeddings": 40}
+    (tmp_path / "short" / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(quality, "FORMATS", (quality.BF16,))
+    rows = measure_quality(str(tmp_path / "short"), TEXT, config=EngineConfig(), n_tokens=90)
+    assert [row.tokens for row in rows] == [87, 87], "two windows of 40 and one of 10, without the first of each"
+
+
 def test_a_file_with_codes_has_rows_of_its_own(tmp_path: Path) -> None:
     """They were left out, so that the format that such a file is served in by default could not be judged."""
     coded, _ = quantised_checkpoints(MODEL, tmp_path, gptq(8, 32, symmetric=True))
@@ -89,3 +102,4 @@ def test_the_command_prints_what_was_measured(tmp_path: Path) -> None:
     table = CliRunner().invoke(app, asked, env={"COLUMNS": "160"}).output
     assert "same token" in table
     assert "39 tokens of text.txt" in table
+    assert "-0.000000" not in table, "of fp32 to itself: rounding may leave a last bit below nothing"

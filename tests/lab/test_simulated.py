@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import closing
 from dataclasses import replace
 from itertools import cycle, islice
@@ -34,7 +33,7 @@ from diptych.lab.ladder import (
     profile_host,
 )
 from diptych.lab.parts import parts_of
-from diptych.lab.served import RequestsHost, Served, undisturbed
+from diptych.lab.served import RequestsHost, Served
 from diptych.lab.simulated import SITUATIONS, Compared, Round, chosen, numbers, simulate
 from diptych.metrics import StepRecord
 

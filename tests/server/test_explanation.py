@@ -41,6 +41,13 @@ def test_a_bound_says_why_it_is_no_prediction() -> None:
     assert f"the least this machine's ceilings allow; no prediction: {gap})" in found
 
 
+def test_a_time_of_a_small_model_is_told() -> None:
+    """All of a prompt that took 20 us took "0.0 ms", part by part."""
+    found = text_of(explain([part("new message", 12, 14e-6)], source="predicted", block_tokens=32))
+    assert "prefill 14 us (predicted" in found
+    assert found.count("14 us") == 2
+
+
 def test_a_clock_in_the_system_prompt_costs_the_whole_cache() -> None:
     """The most common way to lose a prefix cache, and the cheapest to mend."""
     found = explain(CHAT, source="measured", block_tokens=32, volatile=[("system", 0, 10, "a time")])

@@ -117,6 +117,7 @@ def _load(
     with loading_bar(f"loading {shape or model}") as progress:
         if shape is None:
             loaded = working.load(model, config, progress=progress)
+            loaded.must_write("decode")
             loaded.model.settle(waits=True)
             return loaded.name, loaded.model, loaded.load_s, loaded
         options.refuse_text(shape, config.calibrate)

@@ -90,6 +90,7 @@ def explain_command(
         config = engine_config(backend=backend, weights=weights)
         with loading_bar(f"loading {model}") as progress:
             loaded = working.load(model, config, progress=progress)
+        loaded.must_write("a chat")
         explanation, gap = predicted(body, loaded, block_tokens=config.block_tokens), working.profile_gap(loaded.model)
     print(json.dumps(explanation.as_json()) if as_json else text_of(explanation, gap))
 
@@ -239,4 +240,6 @@ def text_of(explanation: Explanation, gap: str | None = None) -> str:
 
 
 def _ms(seconds: float) -> str:
+    if 0.0 < seconds < 1e-4:  # 0.0 ms is no time
+        return f"{seconds * 1e6:.2g} us"
     return f"{seconds * 1e3:.1f} ms" if seconds < 10.0 else f"{seconds:.1f} s"

@@ -249,7 +249,11 @@ def _show(facts: dict[str, Any]) -> None:
         + (f", {model['experts_per_token']} of {model['experts']} experts" if model["experts"] else "")
         + (f"; {model['heads']} heads on {' or '.join(shapes)}" if model["heads"] else "; states alone, no attention")
     )
-    windows = f"; {model['windowed_layers']} layers see {model['window']} tokens" if model["window"] else ""
+    windows = (
+        f"; {model['windowed_layers']} layer{'s see' if model['windowed_layers'] > 1 else ' sees'} {model['window']} tokens"
+        if model["window"]
+        else ""
+    )
     windows += "".join(f", {n} of them beside entries of {tokens} tokens" for n, tokens in model["entries"])
     console.print(
         f"vocabulary {model['vocab_size']}{', tied' if model['is_tied'] else ''}; context {model['context_tokens']} tokens, "

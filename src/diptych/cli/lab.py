@@ -95,6 +95,7 @@ def lab(
         shape = BUNDLED_SHAPE  # the trained model ends at 4,096 positions
     config = engine_config(backend=backend, weights=weights, calibrate=calibrate, kv=kv, threads=threads, numa=numa)
     options.refuse_text(shape, calibrate)
+    check_writable(out / "report.html")
     clock = MonotonicClock()
     begin_s = clock.now_s()
     with console.status("") as status:
@@ -171,7 +172,7 @@ def quality(
     ] = None,
     calibrate: options.Calibrate = BY_TEXT,
     threads: options.OwnThreads = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON list on standard output")] = False,
+    as_json: options.AsJsonList = False,
 ) -> None:
     """Measure what each number format costs: perplexity, divergence from fp32, how often the likeliest token is fp32's."""
     path = text or bundled_dir("heldout.txt")
@@ -196,8 +197,8 @@ def quality(
             row.weights if row.activations is None else f"{row.weights}, rows of {row.activations}",
             row.kv,
             f"{row.perplexity:.4f}",
-            f"{row.perplexity_over_bf16:+.2%}",
-            f"{row.kl_nats:.6f}",
+            f"{row.perplexity_over_bf16:+z.2%}",
+            f"{row.kl_nats:z.6f}",
             f"{row.same_token:.2%}",
         )
     page().print(table, soft_wrap=False)
@@ -210,6 +211,7 @@ def _stage(
     if shape is None:
         with loading_bar(f"loading {model}") as bar:
             loaded = load(model, config, progress=bar)
+        loaded.must_write("an experiment on decode")
         loaded.model.settle(waits=True)
         name, built = loaded.name, loaded.model
     elif shape in SHAPES or shape == BUNDLED_SHAPE:
@@ -252,12 +254,13 @@ def simulated(
     rounds: Annotated[int, typer.Option(min=1, help="of every load, two runs of the same requests each")] = 5,
     requests: Annotated[int, typer.Option(min=16, help="requests of a run")] = 48,
     threads: options.OwnThreads = None,
-    as_json: options.AsJson = False,
+    as_json: options.AsJsonList = False,
 ) -> None:
     """Run the engine under nine loads and simulate the same: equal decisions, and how near the predicted times come."""
     config, situations = engine_config(threads=threads), chosen(only or [])
     with loading_bar(f"loading {model}") as progress:
         loaded = load(model, config, progress=progress)
+    loaded.must_write("a load of answers")
     loaded.model.settle(waits=True)
     predictor = local_predictor(loaded.model)
     if predictor is None:

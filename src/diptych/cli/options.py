@@ -110,6 +110,7 @@ MaxLoras = Annotated[int, typer.Option("--max-loras", help=CONFIG["max_loras"].w
 MaxLoraRank = Annotated[int, typer.Option("--max-lora-rank", help=CONFIG["max_lora_rank"].what)]
 Shape = Annotated[str | None, typer.Option(help=f"random weights of a known shape: {', '.join(SHAPES)}")]
 AsJson = Annotated[bool, typer.Option("--json", help="one JSON object on standard output")]
+AsJsonList = Annotated[bool, typer.Option("--json", help="one JSON list on standard output")]
 ApiKey = Annotated[str | None, typer.Option(help="key of the server (default: DIPTYCH_API_KEY)")]
 
 # Blocks of options that commands take together, by name: what typer reads, and the default.

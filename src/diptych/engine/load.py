@@ -87,6 +87,14 @@ class LoadedModel:
     calibrate: str = BY_TEXT  # likewise
     encoder: Encoder | None = None  # how it embeds or scores, where it does
 
+    def must_write(self, why: str) -> None:
+        """Raise ConfigError for a model that draws no tokens. why: what asks it to, the beginning of a sentence."""
+        if not self.model.spec.has_head:
+            raise ConfigError(
+                f"{why} needs a model that writes, and {self.name} has no output projection: it embeds or scores texts",
+                hint="name a model that writes",
+            )
+
 
 def bundled_dir(name: str = BUNDLED_MODEL) -> Path:
     """The folder of a model that ships with the package."""

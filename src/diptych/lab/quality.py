@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from diptych.compute.loading.held import what_is_held
-from diptych.engine.load import LoadedModel, load
+from diptych.compute.runner import open_blueprint
+from diptych.engine.load import LoadedModel, load, model_dir
 from diptych.engine.memory import memory_of
 from diptych.engine.phases import TwoPhase
 from diptych.ground.config import BALANCED, BY_TEXT, ComputeConfig, EngineConfig
@@ -79,8 +80,10 @@ def measure_quality(
     memory takes what fp32 says of each, and `USUAL_TOKENS` at most.
     CapacityError where memory does not take those that are asked for, ConfigError for a text of less than two tokens.
     """
-    own = replace(config, max_context_tokens=WINDOW_TOKENS)
     found: list[tuple[ComputeConfig, _Sums]] = []
+    # of a model that is made for less: all that it has positions for
+    window_tokens = min(WINDOW_TOKENS, open_blueprint(model_dir(model), REFERENCE).blueprint.spec.max_context_tokens)
+    own = replace(config, max_context_tokens=window_tokens)
     windows: list[list[int]] = []
     reference: list[torch.Tensor] = []
     formats = [REFERENCE]
@@ -88,9 +91,10 @@ def measure_quality(
         progress(_told(compute))
         by = calibrate if compute.weights in BALANCED else BY_TEXT
         loaded = load(model, replace(own, compute=replace(compute, threads=config.compute.threads), calibrate=by))
+        loaded.must_write("a perplexity")
         with TwoPhase(loaded, own) as phases:
             if not found:
-                windows = _windows(loaded, text, n_tokens)
+                windows = _windows(loaded, text, n_tokens, window_tokens)
                 formats += (*_kept(loaded.directory), *FORMATS)
             sums = _Sums()
             for number, window in enumerate(windows):
@@ -128,7 +132,7 @@ def _told(compute: ComputeConfig) -> str:
     return f"{compute.weights} weights{rows}, {compute.kv} KV"
 
 
-def _windows(loaded: LoadedModel, text: str, n_tokens: int | None) -> list[list[int]]:
+def _windows(loaded: LoadedModel, text: str, n_tokens: int | None, window_tokens: int) -> list[list[int]]:
     position_bytes = 4 * loaded.model.spec.vocab_size
     most = int(memory_of(torch.device("cpu")).available_bytes * REFERENCE_SHARE) // position_bytes
     if n_tokens is not None and n_tokens > most:
@@ -140,8 +144,8 @@ def _windows(loaded: LoadedModel, text: str, n_tokens: int | None) -> list[list[
     token_ids = loaded.tokenizer.encode(text)[: min(most, USUAL_TOKENS) if n_tokens is None else n_tokens]
     if len(token_ids) < 2:
         raise ConfigError(f"the text has {len(token_ids)} tokens; at least 2 are needed to measure anything")
-    starts = range(0, len(token_ids), WINDOW_TOKENS)
-    return [window for start in starts if len(window := token_ids[start : start + WINDOW_TOKENS]) > 1]
+    starts = range(0, len(token_ids), window_tokens)
+    return [window for start in starts if len(window := token_ids[start : start + window_tokens]) > 1]
 
 
 class _Sums:

@@ -92,19 +92,20 @@ class LabRun:
         if not path.exists():
             return None
         try:
-            saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            return None  # cut off while it was written: measure again
-        if saved.get("key") != self._key:
-            return None
-        fields = saved["outcome"]
-        lists = {name: tuple(fields[name]) for name in ("checks", "notes", "x_names")}
-        return Outcome(
-            points=tuple(Point(**point) for point in fields["points"]),
-            verdict=Verdict(fields["verdict"]),
-            finding=fields["finding"],
-            is_noisy=fields["is_noisy"],
-            noise=fields["noise"],
-            roofs=tuple(Roof(**roof) for roof in fields["roofs"]),
-            **lists,
-        )
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            return _outcome(saved["outcome"]) if saved["key"] == self._key else None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None  # cut off while it was written, or never a result: measure again
+
+
+def _outcome(fields: dict[str, Any]) -> Outcome:
+    lists = {name: tuple(fields[name]) for name in ("checks", "notes", "x_names")}
+    return Outcome(
+        points=tuple(Point(**point) for point in fields["points"]),
+        verdict=Verdict(fields["verdict"]),
+        finding=fields["finding"],
+        is_noisy=fields["is_noisy"],
+        noise=fields["noise"],
+        roofs=tuple(Roof(**roof) for roof in fields["roofs"]),
+        **lists,
+    )
