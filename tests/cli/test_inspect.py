@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModel
 
 from bitsandbytes_files import DATA as BITSANDBYTES
 from checkpoints import make_checkpoint
@@ -83,6 +84,26 @@ def test_parts_of_encoders_are_named(kind: str, tmp_path: Path) -> None:
     """BERT's MLPs, poolers and classifiers were "other"."""
     parts = {group.part for group in contents_of(make_cross_encoder(tmp_path, kind)).groups}
     assert parts == {"embedding", "head", "attention", "mlp", "norms"}
+
+
+def test_an_encoder_is_priced_as_what_writes_nothing(tmp_path: Path) -> None:
+    """It was decoded, its words' table was multiplied as a head, and its answers had ends."""
+    path = make_cross_encoder(tmp_path, "bert")
+    model = AutoModel.from_pretrained(path, add_pooling_layer=False)
+    facts = facts_of(str(path), "h100-80gb-sxm")
+    tables = sum(p.numel() for name, p in model.named_parameters() if name.endswith("_embeddings.weight"))
+    assert facts["model"]["active_parameters"] == sum(p.numel() for p in model.parameters()) - tables
+    phase = facts["phases"]["bf16"]
+    assert phase["prefill_s"] > 0
+    assert phase["decode_s"] is phase["decode_tokens_per_s"] is phase["decode_bound"] is None
+    text = run("inspect", str(path), "-d", "h100-80gb-sxm").stdout
+    assert "prefill, as nothing is written" in text
+    assert "decode" not in text
+    assert "answers end" not in text
+    for command, *asked in (["plan"], ["simulate", "--rate", "3/s", "--prompt", "200", "--output", "50"]):
+        refused = run(command, str(path), "-d", "h100-80gb-sxm", *asked)
+        assert refused.returncode == 2
+        assert "writes nothing" in refused.stderr
 
 
 def test_what_lies_beside_a_window_is_said_and_no_tensor_is_other(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from diptych.cli.plan_json import dump
 from diptych.cli.tables import amount, duration, page, plain_table
 from diptych.cost.memory import engine_weight_bytes
 from diptych.cost.parameters import active_parameter_count, kv_bytes_stored, parameter_count
-from diptych.cost.planner import Plan, Question, gpu_notes, make_plan
+from diptych.cost.planner import PhasePlan, Question, gpu_notes, make_plan, phase_plan
 from diptych.cost.profile import LOCAL
 from diptych.cost.roofline import NoRate, multiplies_in
 from diptych.cost.setup import Setup, find_hardware, find_model, is_packed, model_path, refuse_packed
@@ -30,11 +30,16 @@ from diptych.engine.text.tokenizer import Tokenizer
 from diptych.engine.text.words import words_of
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.formats import engine_quant, head_format, mean_bytes
+from diptych.ground.phase import Phase
+from diptych.ground.shape import ChunkShape, StepShape
 from diptych.ground.specs import QuantSpec
+from diptych.models.config import HfConfig, read_json
 from diptych.models.contents import Contents, contents_of
 from diptych.models.files import model_files
-from diptych.models.gguf.file import find_gguf
+from diptych.models.gguf.checkpoint import read_config
+from diptych.models.gguf.file import find_gguf, open_gguf
 from diptych.models.latent import CacheShape
+from diptych.models.pooling import sees_both_ways
 from diptych.models.spec import ModelSpec
 
 SHOWN_WEIGHTS = ("bf16", "q8_0", "int8", "int4")
@@ -80,7 +85,7 @@ def facts_of(name: str, hardware: str) -> dict[str, Any]:
         "refusal_hint": None if refused is None else refused.hint,
         "words": None if path is None else _words(path),
         "memory": _memory(spec, {weights: _weight_bytes(spec, weights, path, held) for weights in formats}),
-        **_phases(name, spec, hardware, formats, held),
+        **_phases(name, spec, hardware, formats, held, _planner(path, spec)),
     }
 
 
@@ -113,7 +118,8 @@ def _model(spec: ModelSpec) -> dict[str, Any]:
         "experts": None if moe is None else moe.n_experts,
         "experts_per_token": None if moe is None else moe.experts_per_token,
         "vocab_size": spec.vocab_size,
-        "is_tied": spec.is_tied,
+        "is_tied": spec.is_tied and spec.has_head,
+        "writes": spec.has_head,  # or embeds and scores texts alone
         "context_tokens": spec.max_context_tokens,
         "windowed_layers": sum(window is not None for window in spec.windows),
         "window": next((window for window in spec.windows if window is not None), None),
@@ -187,8 +193,39 @@ def _quant(weights: str, held: working.Held | None) -> QuantSpec:
     return replace(quant, weight_bytes=dense, expert_weight_bytes=mean_bytes(held.experts) if held.experts else None)
 
 
+def _planner(path: Path | None, spec: ModelSpec) -> Callable[[Setup, Question], tuple[PhasePlan, PhasePlan | None]]:
+    """Plans both phases of a question; of a model that writes nothing there is one, and it draws no token."""
+    if spec.has_head:
+
+        def both(setup: Setup, question: Question) -> tuple[PhasePlan, PhasePlan | None]:
+            plan = make_plan(setup, question)
+            return plan.prefill, plan.decode
+
+        return both
+    both_ways = path is not None and sees_both_ways(_config(path))
+
+    def reading(setup: Setup, question: Question) -> tuple[PhasePlan, PhasePlan | None]:
+        chunk = ChunkShape(Phase.PREFILL, question.prompt_tokens, 0, samples=False, both_ways=both_ways)
+        return phase_plan(setup, StepShape((chunk,))), None
+
+    return reading
+
+
+def _config(path: Path) -> HfConfig:
+    gguf = find_gguf(path)
+    if gguf is not None:
+        return HfConfig(read_config(open_gguf(gguf)), path=str(gguf))
+    file = path / "config.json" if path.is_dir() else path
+    return HfConfig(read_json(file), path=str(file))
+
+
 def _phases(
-    name: str, spec: ModelSpec, hardware: str, formats: Sequence[str], held: working.Held | None
+    name: str,
+    spec: ModelSpec,
+    hardware: str,
+    formats: Sequence[str],
+    held: working.Held | None,
+    plans_of: Callable[[Setup, Question], tuple[PhasePlan, PhasePlan | None]],
 ) -> dict[str, Any]:
     try:
         device, calibration = find_hardware(hardware)
@@ -209,7 +246,7 @@ def _phases(
             if not multiplies_in(device, quant.compute):
                 return None
             setup = Setup(model=spec, hardware=device, quant=quant, kv=kv_spec("bf16"), tp=1, calibration=calibration)
-            return _phase_facts(make_plan(setup, question))
+            return _phase_facts(*plans_of(setup, question))
         except NoRate:
             return None
 
@@ -225,15 +262,16 @@ def _phases(
     }
 
 
-def _phase_facts(plan: Plan) -> dict[str, Any]:
+def _phase_facts(prefill: PhasePlan, decode: PhasePlan | None) -> dict[str, Any]:
     return {
-        "prompt_tokens": plan.prefill.new_tokens,
-        "prefill_s": plan.prefill.predicted_s,
-        "prefill_tokens_per_s": plan.prefill.tokens_per_s,
-        "prefill_bound": plan.prefill.bound,
-        "decode_s": plan.decode.predicted_s,
-        "decode_tokens_per_s": plan.decode.tokens_per_s,
-        "decode_bound": plan.decode.bound,
+        "prompt_tokens": prefill.new_tokens,
+        "prefill_s": prefill.predicted_s,
+        "prefill_tokens_per_s": prefill.tokens_per_s,
+        "prefill_bound": prefill.bound,
+        # None: it writes nothing
+        "decode_s": decode and decode.predicted_s,
+        "decode_tokens_per_s": decode and decode.tokens_per_s,
+        "decode_bound": decode and decode.bound,
     }
 
 
@@ -260,7 +298,7 @@ def _show(facts: dict[str, Any]) -> None:
         f"rope {model['rope'] or 'none'}{windows}"
     )
     if facts["words"] is not None:
-        console.print(_words_line(facts["words"]), markup=False)
+        console.print(_words_line(facts["words"], writes=model["writes"]), markup=False)
     if facts["contents"] is not None:
         _show_contents(console, facts["contents"])
     if facts["held"] is not None:
@@ -277,13 +315,13 @@ def _count(n: int) -> str:
     return amount(n).strip()
 
 
-def _words_line(words: dict[str, Any]) -> str:
+def _words_line(words: dict[str, Any], *, writes: bool) -> str:
     if "error" in words:
         return f"tokenizer: none ({words['error']})"
     template = "a chat template" + (" that reads tools" if words["template_reads_tools"] else "")
+    answers = f"answers end with {', '.join(words['ends']) or 'nothing'}; " if writes else ""
     return (
-        f"tokenizer: {words['kind']}, {words['tokens']} tokens, {words['begins'] or 'nothing'} before each text; "
-        f"answers end with {', '.join(words['ends']) or 'nothing'}; "
+        f"tokenizer: {words['kind']}, {words['tokens']} tokens, {words['begins'] or 'nothing'} before each text; {answers}"
         f"{template if words['has_template'] else 'no chat template'}"
     )
 
@@ -319,13 +357,20 @@ def _show_phases(console: Any, facts: dict[str, Any]) -> None:
             console.print(f"hint: {facts['hint']}", markup=False)
         return
     tokens = next(iter(facts["phases"].values()))["prompt_tokens"]
-    table = plain_table(f"the two phases on {facts['hardware']}, predicted: a prompt of {tokens} tokens, one sequence",
-                        "--weights", "prefill", "rate", "bound by", "decode", "rate", "bound by")  # fmt: skip
+    writes = facts["model"]["writes"]
+    what = "the two phases" if writes else "prefill, as nothing is written,"
+    names = ["--weights", "prefill", "rate", "bound by", *(["decode", "rate", "bound by"] if writes else [])]
+    table = plain_table(f"{what} on {facts['hardware']}, predicted: a prompt of {tokens} tokens, one sequence", *names)
     for weights, phase in facts["phases"].items():
-        table.add_row(
-            weights, duration(phase["prefill_s"]), f"{phase['prefill_tokens_per_s']:,.0f} tok/s", phase["prefill_bound"].value,
+        read = [
+            duration(phase["prefill_s"]),
+            f"{phase['prefill_tokens_per_s']:,.0f} tok/s",
+            phase["prefill_bound"].value,
+        ]
+        written = [] if not writes else [
             duration(phase["decode_s"]), f"{phase['decode_tokens_per_s']:,.1f} tok/s", phase["decode_bound"].value,
-        )  # fmt: skip
+        ]  # fmt: skip
+        table.add_row(weights, *read, *written)
     console.print(table)
     for note in facts["notes"]:
         console.print(f"note: {note}", markup=False)

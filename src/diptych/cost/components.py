@@ -558,7 +558,8 @@ def _head(sizes: _Sizes) -> Component:
 
     Logits are gathered as the product writes them, before they are widened for the sampler.
     """
-    model, rows = sizes.model, sizes.work.n_logits_rows
+    model = sizes.model
+    rows = sizes.work.n_logits_rows * model.has_head
     vocab = model.vocab_size / sizes.tp
     transform = model.transforms_head * model.hidden**2  # of all rows, on each device
     return Component(

@@ -143,7 +143,7 @@ def activation_bytes_of(setup: Setup) -> float:
     rows = model.n_streams if isinstance(model.streams, GatedSpec) else 1  # whose norms and gates are as wide as they
     width = 3 * rows * model.hidden + max(mlp, attention / setup.tp)
     index = max((_index_bytes(one.own_index) for one in layers), default=0)
-    logits = 256 * model.vocab_size * LOGIT_BYTES / setup.tp
+    logits = 256 * model.vocab_size * model.has_head * LOGIT_BYTES / setup.tp
     said = max((2 * one.n_heads * one.related.n_places for one in layers if one.related is not None), default=0)
     of_token = width * setup.quant.activation_bytes + index + said * SAID_BYTES / setup.tp
     return tokens * of_token + logits

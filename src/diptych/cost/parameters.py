@@ -79,7 +79,7 @@ def active_parameter_count(model: ModelSpec) -> int:
     """Parameters one token is multiplied with: no input embedding (unless tied), only the routed experts."""
     counts = parameters_by_component(model)
     active = sum(counts.values()) - counts["embedding"] + word_matrix(model)
-    active += model.vocab_size * model.row_width if model.is_tied else 0
+    active += model.vocab_size * model.row_width if model.is_tied and model.has_head else 0
     if model.moe is None:
         return active
     return active - counts["experts"] + counts["experts"] * model.moe.experts_per_token // model.moe.n_scored

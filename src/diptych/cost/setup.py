@@ -216,6 +216,12 @@ def setup_of(
     Raises ConfigError with the nearest names for an unknown one.
     """
     quant = quant_spec(weights or "bf16")  # its name is refused before anything is read
+    spec = find_model(model)
+    if not spec.has_head:
+        raise ConfigError(
+            f"{spec.name} writes nothing: it embeds or scores texts, and has no answers to plan for",
+            hint="`diptych inspect` says what its texts take on a device",
+        )
     device, calibration = find_hardware(hardware, stack=stack, of_services=of_services)
     if calibration.is_local:
         if device.kind == "gpu":
@@ -227,7 +233,7 @@ def setup_of(
             stored = stored if is_timed else None
         quant = stored or own_quant(weights or "bf16")
     return Setup(
-        model=find_model(model),
+        model=spec,
         hardware=device,
         quant=quant,
         kv=kv_spec(kv),
