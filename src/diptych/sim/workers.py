@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context, resource_tracker
@@ -40,11 +41,28 @@ def _read_only(table: dict[object, object]) -> MappingProxyType[object, object]:
 
 
 @contextmanager
+def _held_back(number: signal.Signals) -> Iterator[None]:
+    """A signal that comes within is raised behind it. Only the main thread is interrupted by signals: others need nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+        if came:
+            signal.raise_signal(number)
+
+
+@contextmanager
 def workers(processes: int) -> Iterator[Mapped]:
     """A map over so many processes; over none but this one for 1. What is asked and answered must be picklable.
 
     Ctrl-C reaches all processes of a terminal, and the one that asked ends the others. Each inherits that it waits for none of
-    theirs: one that came before they have begun would leave some of them behind.
+    theirs: one that came before they have begun would leave some of them behind. SIGTERM, which ends them, waits until each has
+    been told what it is to do, or they would complain.
     """
     Bound(int, 1, MAX_PROCESSES, "processes").take("processes", processes, ConfigError)
     if processes == 1:
@@ -54,7 +72,9 @@ def workers(processes: int) -> Iterator[Mapped]:
     resource_tracker.ensure_running()  # the Pool would start it, and whoever does waits for SIGINT from there on
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with get_context("spawn").Pool(processes, initializer=_teach) as pool:
+        with _held_back(signal.SIGTERM):
+            pool = get_context("spawn").Pool(processes, initializer=_teach)
+        with pool:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             yield pool.imap
     finally:
