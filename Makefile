@@ -12,7 +12,7 @@ PROMPT ?= Once upon a time
 # processes that share the tests, file by file
 WORKERS ?= 2
 
-.PHONY: help demo test lint types tests test-slow test-gpu test-arm64 test-cluster sanitize bench-peers clean
+.PHONY: help demo test lint types tests test-slow test-gpu test-arm64 test-x86 test-cluster sanitize bench-peers clean
 
 help:
 	@echo "make demo         install, then generate text with the bundled model and print the phase report"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-gpu     the tests that need a CUDA device"
 	@echo "make test-cluster workers on Ray, killed in every state (twenty minutes with DIPTYCH_KILL_ROUNDS=10)"
 	@echo "make test-arm64   the kernels on an emulated ARM64 (Debian, root; hours, goes on where it stopped)"
+	@echo "make test-x86     random models by the kernels of AVX-512, where the processor has none, on an emulated one (Bochs)"
 	@echo "make sanitize     the kernels under AddressSanitizer and UBSan with random shapes"
 	@echo "make bench-peers  measure other engines beside this one on the same random weights"
 
@@ -93,6 +94,9 @@ test-cluster: $(VENV)/.dev
 
 test-arm64: $(VENV)/.dev
 	@tests/arm64.sh
+
+test-x86:
+	@tests/x86.sh
 
 sanitize: $(VENV)/.dev
 	@echo "==> kernels under AddressSanitizer and UBSan"

@@ -28,6 +28,7 @@ struct Model {
   bool by_means;         // by the means of their keys, for all heads the same; or by the largest of each, for each head of keys others
   bool is_chunked;       // AttentionShape::is_chunked
   bool both_ways;        // prompts come whole, and each token sees all of its own
+  int64_t n_places;      // of distances, of each of which queries and keys say what scores gain there; 0: none. Then all sequences come whole
   bool shares_choice;    // the first layer's index chooses for all
   bool chooses(int64_t layer) const { return has_entries ? entries[layer].has_index : most != INT64_MAX && (layer == 0 || !shares_choice); }
   bool has_states;       // each layer moves one on, too
@@ -113,6 +114,7 @@ class World {
     if (pick(0, 4) == 0) make_entries(m);
     m.is_chunked = m.window != INT64_MAX && !m.has_entries && pick(0, 3) == 0;
     m.both_ways = m.most == INT64_MAX && !m.has_entries && !m.is_chunked && pick(0, 7) == 0;
+    m.n_places = m.both_ways && m.rank == 0 && pick(0, 1) ? pick(1, 12) : 0;
     return m;
   }
 

@@ -64,7 +64,7 @@ class Recorder {
     else
       p_.record(Category::embed, EmbedOp{p_.add_table({reinterpret_cast<const uint8_t*>(table.data()), Source::f32, m.vocab, m.hidden}), x_, 1.0f, positions(table)});
     shape_ = {m.n_heads, m.n_kv_heads, m.head_dim, m.v_head_dim, 0.3f, m.window, 3.0f, m.has_softcap};
-    shape_.most = m.most, shape_.pool = m.pool, shape_.reach = w_.pick(0, 40), shape_.is_chunked = m.is_chunked;
+    shape_.most = m.most, shape_.pool = m.pool, shape_.reach = w_.pick(0, 40), shape_.is_chunked = m.is_chunked, shape_.n_places = m.n_places;
     if (m.block != 0) shape_.block = m.block, shape_.by_means = m.by_means, choice_ = plain_buffer(p_, BufferKind::f32, m.by_means ? m.most / m.block + 1 : m.n_kv_heads * (m.most / m.block));
     else if (m.most != INT64_MAX) choice_ = plain_buffer(p_, BufferKind::f32, m.most);
     const bool is_latent = m.rank != 0, expands = is_latent || m.has_entries, is_direct = has_bf16_rows(m.weights) && !expands;
@@ -84,8 +84,18 @@ class Recorder {
       if (m.block != 0 && m.chooses(layer)) choose_blocks(rows, static_cast<int>(m.layers) + layer);
       const int choice = m.has_entries && !m.chooses(layer) ? -1 : choice_;
       const bool is_bent = choice_ == -1 && !m.has_entries;
+      int of_queries = -1, of_keys = -1, places = -1;
+      if (m.n_places != 0) {
+        for (int* said : {&of_queries, &of_keys}) {
+          *said = plain_buffer(p_, BufferKind::f32, m.n_heads * m.n_places);
+          p_.record(Category::qkv, LinearOp{linear(m.n_heads * m.n_places, m.hidden), rows, *said, Store::f32, Activation::silu});
+        }
+        std::vector<float> each(2 * shape_.reach + 1);
+        for (float& place : each) place = static_cast<float>(w_.pick(0, m.n_places - 1));
+        places = p_.add_vector(each);
+      }
       p_.record(Category::attention, AttentionOp{q_, is_direct ? heads_rows : heads_, m.shares_kv ? 0 : layer, shape_of_attention(layer), some(m.n_heads), 0, choice,
-                                                 is_bent ? some(m.n_heads) : -1, is_bent ? some(m.n_heads * (2 * shape_.reach + 32)) : -1});
+                                                 is_bent ? some(m.n_heads) : -1, is_bent ? some(m.n_heads * (2 * shape_.reach + 32)) : -1, of_queries, of_keys, places});
       if (is_latent) p_.record(Category::o, heads_op(values_of_heads_, heads_, m.head_dim, m.rank, expanded_, value_dim_, Store::f32));
       if (m.has_entries) {
         p_.record(Category::rope, TurnBackOp{heads_, rope_, m.n_heads});

@@ -1,5 +1,5 @@
 // Random shapes through whole programs for a number of seconds, every kernel set, meant to run under sanitizers:
-//   kernels_fuzz [seconds [seed]]
+//   kernels_fuzz [seconds [seed]]    (at least one model: that of the seed alone with 0 seconds)
 // Each round builds a small random model (dense or experts, with latent attention or without, entries of tokens beside tokens, layers that attend to
 // another's keys, streams beside each other, states beside attention, every weight and cache format, some adapters, its weights packed, or used in a file and
 // moved while it answers) for two sets, computes one prompt whole, and again cut at random beside neighbours and over dirty blocks, both models at once; logits must agree bit
@@ -73,7 +73,7 @@ std::vector<float> answer(Program& program, World& world, const Model& m, const 
     for (int64_t s = 0; s <= neighbours; ++s)
       adapters.push_back(static_cast<int32_t>(s == 0 ? prompt[0] % (m.n_adapters + 1) - 1 : world.pick(-1, m.n_adapters - 1)));
     for (int64_t s = 0; s <= neighbours; ++s) {
-      const int64_t left = n - lengths[s], take = both_ways[s] ? left : std::min(left, world.pick(1, largest_chunk));
+      const int64_t left = n - lengths[s], take = both_ways[s] || m.n_places != 0 ? left : std::min(left, world.pick(1, largest_chunk));
       for (int64_t i = 0; i < take; ++i) {
         ids.push_back(s == 0 ? prompt[lengths[s] + i] : static_cast<int32_t>(world.pick(0, m.vocab - 1)));
         if (s == 0) wanted.push_back(static_cast<int32_t>(i));
@@ -161,12 +161,12 @@ int main(int argc, char** argv) {
   const uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
   const auto begin = steady_clock::now();
   uint64_t seed = first;
-  for (; std::chrono::duration<double>(steady_clock::now() - begin).count() < seconds; ++seed) {
+  do {
     const char* wrong = round(seed);
     if (wrong == nullptr) continue;
     std::printf("%s: bits or the best differ, or a logit is not finite, with seed %llu\n", wrong, static_cast<unsigned long long>(seed));
     return 1;
-  }
+  } while (++seed, std::chrono::duration<double>(steady_clock::now() - begin).count() < seconds);
   std::printf("%llu random models without a differing bit\n", static_cast<unsigned long long>(seed - first));
   return 0;
 }
