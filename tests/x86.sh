@@ -83,7 +83,7 @@ echo "==> random models on an emulated processor (a minute until the first)"
 "$BOCHS/bochs" -q -f "$out/bochsrc" > "$out/bochs.txt" 2>&1 &
 emulator=$!
 trap 'kill $emulator 2> /dev/null || true' EXIT
-tail -n +1 -f --pid=$emulator "$out/said.txt" | tr -d '\r' | grep --line-buffered -E '^(sets|seed|failed|all ended)' || true
+tail -n +1 -f --pid=$emulator "$out/said.txt" | sed -u 's,\r,,' | grep --line-buffered -E '^(sets|seed|failed|all ended)' || true
 wait $emulator || true  # that the power goes off ends it as a failure
 if grep -q '^failed' "$out/said.txt" || ! grep -q '^all ended' "$out/said.txt"; then
   echo "error: kernels fail on the emulated processor, or it stopped ($out/said.txt, $out/bochs.log)" >&2
