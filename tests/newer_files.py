@@ -1,7 +1,7 @@
 """More checkpoints as other programs quantise them, with `coded_files`' machinery: layouts written out place by place, after
 AutoAWQ 0.2.9 (`gemv.py`, `gemv_fast.py`), compressed-tensors 0.12 (sparsity), aqlm 1.1.7, optimum-quanto 0.2.7, sinq 0.2,
-torchao 0.18 and PyTorch's `int4mm.cu`. Each was compared with what these programs write, once, by hand, but for packed int4,
-which only GPUs write: that goes by their source.
+torchao 0.18, PyTorch's `int4mm.cu` and amd-quark 0.6 to 0.13. Each was compared with what these programs write (of Quark with
+what its packing reads), once, by hand, but for packed int4, which only GPUs write: that goes by their source.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import scipy.linalg
 import torch
 from transformers.integrations.metal_quantization import _affine_dequantize_tensor, _affine_quantize_tensor
 
-from coded_files import Layout, Tensors, rounded, valued
+from coded_files import Layout, Tensors, quark, rounded, valued
 
 
 def words(values: torch.Tensor, bits: int = 4) -> torch.Tensor:
@@ -54,6 +54,103 @@ def awq_gemv(group: int, *, is_fast: bool = False) -> Layout:
         return tensors, scales.float()[:, index] * codes + minima.float()[:, index]
 
     return Layout(config | {"version": "gemv_fast" if is_fast else "gemv"}, write)
+
+
+def quark_awq(*, symmetric: bool = False, in_order: bool = False) -> Layout:
+    """Quark's export for programs that read AutoAWQ's (`custom_mode="awq"`, `main_export/quant_config_parser.py`)."""
+    inner = quark("int4" if symmetric else "uint4", in_order=in_order)
+    names = {"weight": "qweight", "weight_scale": "scales", "weight_zero_point": "qzeros"}
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        tensors, values = inner.write(w)
+        return {names[name]: one for name, one in tensors.items()}, values
+
+    config = {"quant_method": "awq", "zero_point": not symmetric, "group_size": 32, "bits": 4, "version": "gemm",
+              "modules_to_not_convert": ["lm_head"], "pack_method": "order" if in_order else "reorder"}  # fmt: skip
+    return Layout(config, write)
+
+
+def quark_fp8() -> Layout:
+    """Quark's export for programs that read fp8 (`custom_mode="fp8"`), of weights alone, with what a cache has."""
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        scale = w.abs().amax() / 448.0
+        codes = (w / scale).to(torch.float8_e4m3fn)
+        return {"weight": codes, "weight_scale": scale, "output_scale": torch.tensor(0.5)}, codes.float() * scale
+
+    config = {
+        "quant_method": "fp8",
+        "activation_scheme": None,
+        "ignored_layers": ["lm_head"],
+        "kv_cache_scheme": "static",
+    }
+    return Layout(config, write)
+
+
+def quark_blocks(rows: int, inputs: int) -> Layout:
+    """fp8 with a scale for a block (`per_block`), by the name that scales of rows have."""
+    section = quark("fp8_e4m3").config
+    spec = {
+        "dtype": "fp8_e4m3",
+        "qscheme": "per_block",
+        "ch_axis": None,
+        "block_size": [rows, inputs],
+        "is_dynamic": False,
+    }
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        n, k = w.shape
+        padded = torch.zeros(-(-n // rows) * rows, -(-k // inputs) * inputs)
+        padded[:n, :k] = w
+        scales = padded.view(-(-n // rows), rows, -1, inputs).abs().amax((1, 3)) / 448.0
+        wide = scales.repeat_interleave(rows, 0).repeat_interleave(inputs, 1)[:n, :k]
+        codes = (w / wide).to(torch.float8_e4m3fn)
+        return {"weight": codes, "weight_scale": scales}, codes.float() * wide
+
+    return Layout({**section, "global_quant_config": {"weight": spec, "input_tensors": None}}, write)
+
+
+def quark_nvfp4(*, by_module: bool = False) -> Layout:
+    """Quark's NVFP4 (`ScaleQuantSpec`): E2M1 in groups of 16, E4M3, and what multiplies both.
+
+    by_module: tensors by the modules that made them, as files of Quark 0.11 have them (github.com/amd/Quark/issues/44).
+    """
+    stages = [
+        {"dtype": "fp4", "is_dynamic": False, "qscheme": "per_group", "ch_axis": -1, "group_size": 16,
+         "scale_format": "float32", "is_scale_quant": False},
+        {"dtype": "fp8_e4m3", "is_dynamic": False, "qscheme": "per_tensor", "ch_axis": None, "group_size": None,
+         "scale_format": None, "is_scale_quant": True},
+    ]  # fmt: skip
+    names = (
+        ("weight_quantizer.0.scale", "weight_quantizer.1.scale") if by_module else ("weight_scale", "weight_scale_2")
+    )
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        whole = w.abs().amax() / 448.0 / 6.0
+        groups = w.reshape(len(w), -1, 16)
+        scales = (groups.abs().amax(-1) / 6.0 / whole).clamp(2**-9, 448.0).to(torch.float8_e4m3fn)
+        each = (scales.float() * whole)[..., None]
+        ladder = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        nearest = ((groups / each).abs()[..., None] - ladder).abs().argmin(-1)
+        codes = (nearest + 8 * (groups < 0)).view(len(w), -1).to(torch.uint8)
+        values = torch.where(groups < 0, -1.0, 1.0) * ladder[nearest] * each
+        tensors = {"weight": codes[:, 1::2] << 4 | codes[:, ::2], names[0]: scales, names[1]: whole}
+        return tensors, values.view(len(w), -1)
+
+    config = {**quark("fp4").config, "global_quant_config": {"weight": stages, "input_tensors": stages}}
+    return Layout(config, write)
+
+
+def by_quantisers(inner: Layout) -> Layout:
+    """Quark's tensors by the modules that made them."""
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        tensors, values = inner.write(w)
+        beside = {"output_quantizer.scale": torch.tensor(0.5), "input_quantizer.scale": torch.tensor(0.5)}
+        renamed = {name.replace("weight_", "weight_quantizer."): one for name, one in tensors.items()}
+        return renamed | beside, values
+
+    return Layout(inner.config, write)
 
 
 def two_of_four(w: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from checkpoints import make_checkpoint
 from coded_files import (
+    Tensors,
     check_in_use,
     check_values,
     compressed,
@@ -22,6 +23,7 @@ from coded_files import (
     logits_of,
     opened,
     quantised_checkpoints,
+    quark,
 )
 from diptych.compute.formats.coded import CodedCheckpoint
 from diptych.compute.formats.matrices import CodedParts
@@ -33,6 +35,7 @@ from diptych.models.quantised.method import quantisation_of
 from newer_files import (
     aqlm,
     awq_gemv,
+    by_quantisers,
     four_over_six,
     fp_quant,
     marlin,
@@ -40,6 +43,10 @@ from newer_files import (
     plain_floats,
     quanto,
     quanto_fp8,
+    quark_awq,
+    quark_blocks,
+    quark_fp8,
+    quark_nvfp4,
     scaled_inputs,
     sinq,
     sparse,
@@ -55,6 +62,17 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
     "gemv 64": (lambda: awq_gemv(64), "group4-g64-f16-zeros"),
     "gemv fast": (lambda: awq_gemv(32, is_fast=True), "group4-g32-f16-minima16"),
     "gemv fast 64": (lambda: awq_gemv(64, is_fast=True), "group4-g64-f16-minima16"),
+    "quark as awq": (quark_awq, "group4-g32-f16-zeros"),
+    "quark as awq in order": (lambda: quark_awq(in_order=True), "group4-g32-f16-zeros"),
+    "quark as symmetric awq": (lambda: quark_awq(symmetric=True), "group4-g32-f16"),
+    "quark as fp8": (quark_fp8, "fp8"),
+    "quark fp8 blocks": (lambda: quark_blocks(128, 128), "fp8-g128"),
+    "quark fp8 small blocks": (lambda: quark_blocks(32, 16), None),
+    "quark nvfp4": (quark_nvfp4, "group4-g16-e4m3-e2m1"),
+    "quark nvfp4 by module": (lambda: quark_nvfp4(by_module=True), "group4-g16-e4m3-e2m1"),
+    "quark int4 by module": (lambda: by_quantisers(quark("int4")), "group4-g32-f16"),
+    "quark fp4 by module": (lambda: by_quantisers(quark("fp4")), "group4-g32-e8m0-e2m1"),
+    "quark fp8 by module": (lambda: by_quantisers(quark("fp8_e4m3")), "fp8"),
     "sparse": (lambda: sparse(plain_floats()), None),
     "sparse, any number": (lambda: sparse(plain_floats(), "sparse-bitmask"), None),
     "sparse fp8": (lambda: sparse(compressed("float-quantized", type="float", **ROWS)), "fp8"),
@@ -128,7 +146,7 @@ def test_every_layout_gives_the_values_of_its_own_formula(layout: str, original:
     "layout",
     ["gemv", "gemv fast", "sparse", "sparse fp8", "marlin in groups", "mxfp6", "aqlm 2x8", "quanto 2", "quanto 4",
      "sinq 4", "fp-quant padded", "fp-quant plain", "metal 8", "torchao int4", "torchao int4 scaled",
-     "torchao int4 tiles"],
+     "torchao int4 tiles", "quark as symmetric awq", "quark nvfp4 by module"],
 )  # fmt: skip
 def test_kept_weights_answer_as_their_values_do(
     layout: str, original: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -167,6 +185,9 @@ def test_kept_weights_answer_as_their_values_do(
         ("gemv", lambda t: t.update({f"{DOWN}scales": t[f"{DOWN}scales"][:, :6].clone()}), r"scales is F16 \[128, 6\]"),
         ("gemv fast", lambda t: t.update({f"{DOWN}qweight": t[f"{DOWN}qweight"].int()}), r"qweight is I32 .* I16 \[32, 192\]"),
         ("gemv fast", lambda t: t.update({f"{DOWN}qzeros": t[f"{DOWN}qzeros"] * float("nan")}), "scale that is not finite"),
+        ("quark nvfp4", lambda t: t.pop(f"{DOWN}weight_scale_2"), "weight_scale_2 is missing"),
+        ("quark nvfp4 by module", lambda t: t.pop(f"{DOWN}weight_quantizer.0.scale"), "weight_scale is missing"),
+        ("quark int4 by module", lambda t: t.pop(f"{DOWN}weight_quantizer.scale"), "weight_scale is missing"),
         ("sparse", lambda t: t.pop(f"{DOWN}bitmask"), "bitmask is missing"),
         ("sparse", lambda t: t[f"{DOWN}bitmask"].bitwise_or_(1), r"bitmask has \d+ bits for the 12288 values"),
         ("sparse", lambda t: t.update({f"{DOWN}shape": torch.tensor([192, 128])}), r"shape is \[192, 128\]; .* \[128, 192\]"),
@@ -251,6 +272,16 @@ def test_sides_that_a_layout_cannot_have_are_refused(
         opened(coded).tensor(f"{DOWN}weight", *sides)
 
 
+QUARK_FP4 = {"dtype": "fp4", "qscheme": "per_group", "ch_axis": -1, "group_size": 16}
+QUARK_SCALES = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_scale_quant": True}
+QUARK_BLOCKS = {"dtype": "fp8_e4m3", "qscheme": "per_block"}
+
+
+def quark_of(weight: Any, **fields: Any) -> dict[str, Any]:
+    """A config of Quark with that type of weights."""
+    return {"quant_method": "quark", "global_quant_config": {"weight": weight}, **fields}
+
+
 HADAMARD = {"algorithm": "hadamard", "hadamard_type": "hadamard", "block_size": 32}
 ROTATED = {"quant_method": "auto-round", "bits": 4, "group_size": 32}
 SPARSE = {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}
@@ -294,6 +325,17 @@ def vptq_with(**fields: Any) -> dict[str, Any]:
         ({"quant_method": "fouroversix", "weight_scale_rule": "learned"}, "weight_scale_rule .* is 'learned'"),
         ({"quant_method": "fouroversix", "keep_master_weights": True}, "keep_master_weights .* is True"),
         ({"quant_method": "fouroversix", "module_config_overrides": {"a": {}}}, "module_config_overrides"),
+        (quark_of([QUARK_FP4, {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}]), "weight in .* or NVFP4"),
+        (quark_of([QUARK_FP4, QUARK_SCALES, {}]), "weight in .* or NVFP4"),
+        (quark_of([QUARK_FP4, QUARK_SCALES | {"dtype": "fp8_e5m3"}]), "dtype in weight in .* is 'fp8_e5m3'"),
+        (quark_of([QUARK_FP4 | {"group_size": 32}, QUARK_SCALES]), "group_size in weight in .* is 32; 16 can be read"),
+        (quark_of({"dtype": "fp8_e4m3", "qscheme": "per_block"}), "block_size .* two whole numbers"),
+        (
+            quark_of(QUARK_BLOCKS | {"block_size": [128, 128]},
+                     layer_quant_config={"*": {"weight": QUARK_BLOCKS | {"block_size": [64, 64]}}}),
+            "layer_quant_config .* blocks of one size",
+        ),
+        ({"quant_method": "awq", "pack_method": "other"}, "pack_method .* is 'other'"),
         ({"quant_method": "vptq"}, "config_for_layers .* must say how"),
         ({"quant_method": "vptq", "config_for_layers": {"a": 3}}, "a in config_for_layers .* is a int"),
         (vptq_with(is_indice_packed=False), "is_indice_packed .* is False"),
@@ -315,6 +357,31 @@ def test_what_is_not_known_is_refused_by_name(changed: dict[str, Any], message: 
     """An unknown order read by the rules of a known one gives noise, not an error."""
     with pytest.raises(LoadError, match=message):
         quantisation_of(HfConfig({"quantization_config": changed}))
+
+
+def test_scales_of_a_cache_beside_floats_are_left_alone(original: Path, tmp_path: Path) -> None:
+    """Quark names them as what k and v give, also where those are not quantised."""
+    coded, plain = quantised_checkpoints(original, tmp_path, quark("fp4"))
+    floats, kv = load_file(plain / "model.safetensors"), "model.layers.0.self_attn."
+
+    def unquantised(tensors: Tensors) -> None:
+        for name in [one for one in tensors if one.startswith((f"{kv}k_proj.weight", f"{kv}v_proj.weight"))]:
+            del tensors[name]
+        tensors |= {f"{kv}{one}_proj.weight": floats[f"{kv}{one}_proj.weight"].bfloat16() for one in "kv"}
+        tensors |= {
+            f"{kv}k_proj.output_scale": torch.tensor(0.5),
+            f"{kv}v_proj.output_quantizer.scale": torch.tensor(0.5),
+        }
+
+    damaged(coded, unquantised)
+    config: dict[str, Any] = {"backend": "torch", "weights": "fp32"}
+    damaged(
+        plain,
+        lambda tensors: tensors.update(
+            {f"{kv}{one}_proj.weight": floats[f"{kv}{one}_proj.weight"].bfloat16().float() for one in "kv"}
+        ),
+    )
+    assert torch.equal(logits_of(coded, **config), logits_of(plain, **config))
 
 
 def test_sinqs_own_word_for_its_method_is_read(original: Path, tmp_path: Path) -> None:

@@ -2,23 +2,30 @@
 
 `gemm`: words along the outputs, with zero points. `gemv`: words along the inputs. `gemv_fast`: words of 16 bits in the order of
 a kernel, with what code 0 stands for in place of zero points. Sources: AutoAWQ 0.2.9 (`awq/modules/linear/gemm.py`, `gemv.py`
-and `gemv_fast.py`), Quark 0.13 (`torch/utils/pack.py`).
+and `gemv_fast.py`), Quark 0.6 to 0.13 (`torch/utils/pack.py`, `torch/export/constants.py`).
 
 Legend: n outputs, k inputs, G scales of a row.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from diptych.compute.formats.matrices import CodedMatrix, CodedParts, RawTensors
-from diptych.compute.formats.tensors import CONTRADICTION, FLOATS, all_bytes, require, unpack_words
+from diptych.compute.formats.tensors import CONTRADICTION, FLOATS, Made, Overlaid, all_bytes, require, unpack_words
 from diptych.ground.errors import LoadError
 from diptych.models.quantised.fields import Quantisation
 
 # AutoAWQ packs column 8 c + AWQ_ORDER[i] of eight into nibble i of a word
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _AWQ_NAMES, _QUARK_NAMES = ("qweight", "scales", "qzeros"), ("weight", "weight_scale", "weight_zero_point")
+QUANTISERS = {
+    f"weight_quantizer.{level}{one}": f"weight_{one}{'_2' if level == '1.' else ''}"
+    for level in ("", "0.", "1.")
+    for one in ("scale", "zero_point")
+}
 PER_WORD = 8
 FAST_ROWS, FAST_INPUTS = 4, 64  # that share the words of `gemv_fast`
 
@@ -41,7 +48,8 @@ def open_awq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisa
 def _gemm(raw: RawTensors, prefix: str, shape: tuple[int, int], group: int, how: Quantisation) -> CodedMatrix:
     """qweight [k, n / 8], qzeros [G, n / 8], scales [G, n]; nibbles of a word in AWQ_ORDER.
 
-    Quark's: weight, weight_zero_point and weight_scale, in that order or in none, signed or not.
+    Quark's: weight, weight_zero_point and weight_scale (in its mode "awq" AutoAWQ's names), in that order or in none, signed or
+    not.
     """
     n, k = shape
     groups, names = k // group, _QUARK_NAMES if how.method == "quark" else _AWQ_NAMES
@@ -119,3 +127,17 @@ def _zero_words(k: int, group: int) -> int:
     """Words of zero points in a row: of groups below 128 so many more that they end with 1024 inputs."""
     multiple = {64: 2, 32: 4}.get(group, 1)
     return multiple * -(-(k // group) // (PER_WORD * multiple))
+
+
+def with_quantisers(raw: RawTensors, prefix: str) -> RawTensors:
+    """Quark's tensors by the names of `weight_scale` where they have those of the modules that made them.
+
+    As its versions 0.11 and later write them for some models: `weight_quantizer.scale`, and of two types
+    `weight_quantizer.0.scale` and `.1.scale`. Source: amd-quark 0.13, `torch/export/constants.py`.
+    """
+    made: dict[str, Made | None] = {}
+    for theirs, ours in QUANTISERS.items():
+        name = f"{prefix}.{theirs}"
+        if raw.holds(name) and not raw.holds(f"{prefix}.{ours}"):
+            made |= {f"{prefix}.{ours}": Made(*raw.header(name), partial(raw.stored, name)), name: None}
+    return Overlaid(raw, made) if made else raw

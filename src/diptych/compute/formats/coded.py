@@ -32,6 +32,7 @@ from diptych.models.quantised.method import CODES
 # how names of scales of keys and values in a cache of 8 bits, which is not the engine's, end: of attention, or of a projection
 OF_CACHE = (
     "k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point", "k_cache_scale", "v_cache_scale",
+    "output_scale", "output_zero_point",
 )  # fmt: skip
 logger = logging.getLogger("diptych.compute")
 
@@ -193,7 +194,7 @@ class CodedCheckpoint(Checkpoint):
 
     def _is_of_cache(self, name: str) -> bool:
         """Whether it is a scale that only a cache of its publisher's has."""
-        return name.rpartition(".")[2] in OF_CACHE
+        return name.rpartition(".")[2] in OF_CACHE or ".output_quantizer." in name
 
     def _is_no_bias(self, name: str) -> bool:
         """Whether it is one of zeros beside a quantised matrix: AutoGPTQ wrote those for every matrix without a bias."""

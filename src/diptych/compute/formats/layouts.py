@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 
 from diptych.compute.formats import ternary
-from diptych.compute.formats.awq import open_awq
+from diptych.compute.formats.awq import open_awq, with_quantisers
 from diptych.compute.formats.books import open_books
 from diptych.compute.formats.four_over_six import open_four_over_six
 from diptych.compute.formats.fp_quant import open_fp_quant
@@ -91,6 +91,8 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
     if how.method in (MLX, METAL):
         offsets = f"{prefix}.{'biases' if how.method == MLX else 'qbiases'}"
         return _mlx(raw, prefix, shape, offsets) if raw.holds(f"{prefix}.scales") else None
+    if how.method == "quark":
+        raw = with_quantisers(raw, prefix)
     if how.method in ("modelopt", "quark") and dtype == "U8":
         return _fp4(raw, prefix, shape, how)
     if how.method == "quark" and dtype == "I32":
@@ -278,8 +280,8 @@ def _int8(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisatio
 def _fp4(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> Fp4Matrix:
     """weight_packed, or modelopt's and Quark's weight, u8 [n, k / 2], the lower nibble first.
 
-    NVFP4: weight_scale E4M3 [n, k / 16] and one scale of all, weight_global_scale, which divides, or modelopt's weight_scale_2,
-    which multiplies. MXFP4: weight_scale u8 [n, k / 32], exponents; of DeepSeek V4's experts scale, and weight is i8.
+    NVFP4: weight_scale E4M3 [n, k / 16] and one of all: weight_global_scale, which divides, or modelopt's and Quark's
+    weight_scale_2, which multiplies. MXFP4: weight_scale u8 [n, k / 32], exponents; DeepSeek V4's experts have scale, and weight i8.
     """
     n, k = shape
     codes, scale = (
@@ -287,17 +289,18 @@ def _fp4(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation
         f"{prefix}.scale" if how.method == "fp8" else f"{prefix}.weight_scale",
     )
     found = raw.header(scale)[1] if raw.holds(scale) else "F8_E4M3"
-    group = 32 if found in ("U8", "F8_E8M0") or how.method == "quark" else 16
+    group = 32 if found in ("U8", "F8_E8M0") else 16
     if k % group:
         raise LoadError(f"{prefix} has {k} inputs, which groups of {group} do not divide", hint=CONTRADICTION)
     require(raw, codes, (n, k // 2), "I8" if how.method == "fp8" else "U8")
     require(raw, scale, (n, k // group), *(("F8_E4M3",) if group == 16 else ("U8", "F8_E8M0")))
     whole = None
     if group == 16:
-        whole = f"{prefix}.weight_scale_2" if how.method == "modelopt" else f"{prefix}.weight_global_scale"
+        is_factor = how.method in ("modelopt", "quark")
+        whole = f"{prefix}.weight_scale_2" if is_factor else f"{prefix}.weight_global_scale"
         found_whole = raw.header(whole)[0] if raw.holds(whole) else (1,)
         require(raw, whole, () if found_whole == () else (1,), "F32")
-    divides = how.method != "modelopt"
+    divides = how.method not in ("modelopt", "quark")
     nbytes = all_bytes(raw, prefix)
     return Fp4Matrix(prefix, raw, codes, scale, whole, divides=divides, stored_bytes=nbytes, group=group)
 

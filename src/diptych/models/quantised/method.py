@@ -47,6 +47,7 @@ MLX_MODES = {"mxfp4": (4, 32, KEPT_MXFP4), "nvfp4": (4, 16, KEPT_NVFP4), "mxfp8"
 # what the largest value of a matrix is in codes and scales, by Four Over Six's rule for these
 FOUR_OVER_SIX = {"mse": 6 * 256, "mae": 6 * 256, "abs_max": 6 * 256, "static_6": 6 * 448, "static_4": 4 * 448}
 MLX_GROUPS = (32, 64, 128)
+QUARK_PARTS = tuple(f"{level}{one}" for level in ("", "0.", "1.") for one in ("scale", "zero_point"))
 MODELOPT: dict[str, KeptFormat | None] = {  # by quant_algo
     "nvfp4": KEPT_NVFP4, "w4a16_nvfp4": KEPT_NVFP4, "fp8": kept_fp8(None), "fp8_per_channel_per_token": kept_fp8(None),
     "fp8_pb_wo": kept_fp8((128, 128)), "mxfp8": None,
@@ -67,7 +68,8 @@ BESIDE_CODES = (
     "scale_packed", "meta", "codebooks", "centroids.weight", "res_centroids.weight",
     "outlier_centroids.weight", "outlier_indices", "perm", "weight_bias", "quantized_weight_scale_factors",
     "quantized_weight_amax", "quantized_weight_metadata",
-    "act_global_scale",
+    "act_global_scale", "weight_zero_point_2", "input_scale_2",
+    *(f"{part}_quantizer.{one}" for part in ("weight", "input", "output") for one in QUARK_PARTS),
     "forward_hadamard_matrix", "backward_hadamard_matrix", "weight._scale", "weight._shift", "qbiases",
     *(f"meta.{one}" for one in ("scale2", "awq_scale")),
     *(f"meta.{one}{part}" for one in ("scale", "zero") for part in ("", ".x", ".s", ".m")),
@@ -137,6 +139,8 @@ def _awq(section: HfConfig) -> Quantisation:
     one_of(section, "backend", (None, *AWQ_BACKENDS), None)
     layout = one_of(section, "version", AWQ_LAYOUTS, "gemm")
     inputs, is_symmetric = group_size(section, group), not section.flag("zero_point", True) and layout == "gemm"
+    # Quark's exports by this name (`custom_mode` of its versions 0.6 to 0.9): the field is its own
+    is_ordered = one_of(section, "pack_method", ("reorder", "order"), "reorder") == "order"
     kept = kept_groups(4, inputs, "f16", is_symmetric=is_symmetric)
     if kept is not None and layout == "gemv_fast":
         kept = replace(kept, grid="minima16")
@@ -146,6 +150,8 @@ def _awq(section: HfConfig) -> Quantisation:
         group=inputs,
         layout=layout,
         has_zeros=not is_symmetric,
+        is_ordered=is_ordered,
+        is_signed=is_symmetric and "pack_method" in section.raw,
         kept=kept,
     )
 
@@ -299,7 +305,7 @@ def _mxfp8(section: HfConfig) -> Quantisation:
 
 def _fp8(section: HfConfig) -> Quantisation:
     one_of(section, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
-    one_of(section, "activation_scheme", ("dynamic", "static"), "dynamic")
+    one_of(section, "activation_scheme", ("dynamic", "static", None), "dynamic")  # None: Quark's, of weights alone
     one_of(section, "scale_fmt", ("float", "ue8m0", None), None)  # which the scales themselves show
     has_fp4 = one_of(section, "expert_dtype", ("fp8", "fp4", None), None) == "fp4"  # DeepSeek V4's
     block = block_of(section, "weight_block_size")
