@@ -77,6 +77,14 @@ HQQ: dict[str, dict[str, Any]] = {
         "mlp.down_proj": {"nbits": 4, "group_size": 16},
     },
     "hqq-columns": {"nbits": 4, "axis": 0},
+    "hqq-floats": {
+        "self_attn.q_proj": {"nbits": 3, "view_as_float": True},
+        "self_attn.k_proj": {"nbits": 4, "view_as_float": True, "group_size": None},
+        "self_attn.v_proj": {"nbits": 2, "view_as_float": True},
+        "self_attn.o_proj": {"nbits": 8, "view_as_float": True, "quant_scale": True, "quant_zero": True},
+        "mlp.gate_proj": {"nbits": 1, "view_as_float": True}, "mlp.up_proj": {"nbits": 4, "axis": 0, "view_as_float": True},
+        "mlp.down_proj": {"nbits": 5, "group_size": None},
+    },
 }  # fmt: skip
 MORE_OF_HQQ: dict[str, dict[str, Any]] = {
     **{f"hqq {bits}": {"nbits": bits} for bits in (1, 1.58, 2, 3, 5, 6, 8)},

@@ -382,11 +382,7 @@ def test_rows_of_heads_and_of_what_gates_them_come_out_of_one_matrix(
         (hqq_with(group_size=0), "group_size .* is 0"),
         (hqq_with(axis=2), "axis .* is 2; 0 or 1"),
         (hqq_with(channel_wise=False), "channel_wise .* is False"),
-        (hqq_with(view_as_float=True), "view_as_float .* is True"),
-        (
-            {"quant_method": "hqq", "quant_config": {"mlp.up_proj": {"scale_quant_params": {"nbits": 8}}}},
-            "scale_quant_params .* quantised themselves",
-        ),
+        (hqq_with(view_as_float=2), "view_as_float .* is 2"),
         ({"quant_method": "hqq", "quant_config": {"mlp.up_proj": 4}}, "a int for 'mlp.up_proj'"),
         ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "quant_type"),
         ({"quant_method": "torchao"}, "_type in .* is None"),

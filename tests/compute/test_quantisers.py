@@ -37,6 +37,8 @@ HELD = {
     "hqq-mixture": ("group4-g16-f16-minima", "group8-g32-f16-minima-wide", "group6-g32-f16-minima-wide",
                     "group3-g32-f16-minima", "group2-g32-f16-minima"),
     "hqq-columns": "bf16",
+    "hqq-floats": ("bf16", "group2-g32-f16-minima", "group3-g32-f16-minima", "group4-g128-f16-minima", "group5-g128-f16-minima",
+                   "group8-g32-f16-minima-wide"),
     "torchao-intx-4": "group4-g32-bf16",
     "torchao-int8": "int8",
     "torchao-fp8": "fp8",
@@ -241,6 +243,27 @@ def test_biases_beside_codes_of_hqq_are_read(tmp_path: Path) -> None:
     assert counted == load_model(coded, ComputeConfig(backend="torch", threads=1)).n_parameters
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_codes_of_hqq_are_seen_as_floats_of_any_size(dtype: torch.dtype, tmp_path: Path) -> None:
+    """It takes those in which a model computes; some of them are no numbers, and all bits count."""
+    coded = tmp_path / "coded"
+    shutil.copytree(DATA / "hqq-floats", coded)
+    before = matrices(coded)
+
+    def seen(tensors: dict[str, torch.Tensor]) -> None:
+        viewed = {
+            name: one.view(dtype) for name, one in tensors.items() if name.endswith("W_q") and one.is_floating_point()
+        }
+        assert len(viewed) == 6
+        tensors |= viewed
+
+    damaged(coded, seen)
+    after = matrices(coded)
+    assert all(torch.equal(after[name], one) for name, one in before.items())
+    counted = sum(group.parameters for group in contents_of(coded).groups)
+    assert counted == load_model(coded, ComputeConfig(backend="torch", threads=1)).n_parameters
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
@@ -251,7 +274,11 @@ def test_biases_beside_codes_of_hqq_are_read(tmp_path: Path) -> None:
         ("hqq-4", lambda t: t.update({f"{HQQ}group_size": torch.tensor(float("nan"))}), "group_size is F32"),
         ("hqq-4", lambda t: t.update({f"{HQQ}group_size": torch.tensor(80)}), "6144 values, which groups of 80"),
         ("hqq-4", lambda t: t.update({f"{HQQ}shape": torch.tensor([96, 64])}), r"shape is \[96, 64\]; .* \[64, 96\]"),
-        ("hqq-4", lambda t: t.update({f"{HQQ}view_as_float": torch.tensor(1)}), "view_as_float is set"),
+        ("hqq-4", lambda t: t.update({f"{HQQ}view_as_float": torch.tensor(1)}), r"W_q is U8 \[96, 32\]; F16 or BF16"),
+        ("hqq-4", lambda t: t.update({f"{HQQ}quant_scale": torch.tensor(1)}), "quant_scale is set, and scales that are quant"),
+        ("hqq-4", lambda t: t.update({f"{HQQ}zero_scale": t.pop(f"{HQQ}scale")}), "zero_scale is there, and scales in such a"),
+        ("hqq-floats", lambda t: t.pop(f"{K}view_as_float"), r"W_q is F16 \[16, 32\]; U8 \[16, 64\] is expected"),
+        ("hqq-floats", lambda t: t.update({f"{K}W_q": t[f"{K}W_q"].view(torch.uint8)}), r"W_q is U8 \[16, 64\]; F16"),
         ("hqq-4", lambda t: t.update({f"{HQQ}other": torch.tensor(1)}), "other"),
         ("hqq-mixture", lambda t: t.update({f"{K}W_q": t[f"{K}W_q"] | 64}), r"W_q has a code of \d+; 6 bits are named"),
         ("torchao-intx-4", lambda t: t.pop(f"{AO}scale"), "_weight_scale is missing beside torchao's codes"),

@@ -176,7 +176,7 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
             stored = f"{how.method} {32 * words / max(1, count):.2g} bit"
         elif how is not None and how.method == "hqq" and f"{name.rpartition('.')[0]}.W_q" in header:
             is_codes, is_beside = name.endswith(".W_q"), name.endswith(_endings(BESIDE_HQQ))
-            count = _hqq_values(how, name, header) if is_codes else 0 if is_beside else count
+            count = _hqq_values(how, name, header, path) if is_codes else 0 if is_beside else count
             stored = "hqq" if is_codes else "hqq scales" if is_beside else stored
         elif how is not None and name.endswith(CODED_ENDINGS) and (found := _coded(how, name, header)) is not None:
             count, stored = found
@@ -229,11 +229,15 @@ def _packed_bits(how: Quantisation, name: str, header: Mapping[str, Any], path: 
     return next((bits for bits in found if sides and -(-sides[-1] * bits // 32) == words), min(found))
 
 
-def _hqq_values(how: Quantisation, name: str, header: Mapping[str, Any]) -> int:
-    """Of the codes W_q: so many as its groups have, by the rows of codes, or, in columns, by the config."""
+def _hqq_values(how: Quantisation, name: str, header: Mapping[str, Any], path: Path) -> int:
+    """Of the codes W_q: so many as its groups have, by rows of codes; in columns, and seen as floats, by the sides."""
     module, columns = name.removesuffix(".W_q"), (header[name].get("shape") or [0])[-1]
     groups = (header.get(f"{module}.scale") or {}).get("shape") or [0]
-    return int(math.prod(groups)) * (columns if groups[-1] == 1 else how.group_of(tag_of(module)))
+    if groups[-1] == 1 and header[name].get("dtype") in ("U8", "I32"):
+        return int(math.prod(groups) * columns)
+    beside = header.get(f"{module}.shape")
+    sides = () if beside is None else stored_numbers(path, beside)
+    return math.prod(sides) if sides else int(math.prod(groups)) * how.group_of(tag_of(module))
 
 
 CODED_ENDINGS = (".compressed", ".codes", ".indices", "._weight_qdata", ".weight._data._data", ".weight_packed", ".W_q")

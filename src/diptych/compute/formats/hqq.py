@@ -2,7 +2,8 @@
 
 A matrix [n, k] is taken as one row of n * k values. With axis 1 each `group` of them in order share a scale, and W_q has a row
 of codes for each; with axis 0 it has `group` rows, and a scale for each column. Rows lie in bytes or words by parts: of 4 bits
-the first half of them in the upper bits, the second below. Source: hqq 0.2.8 (`core/quantize.py`, `core/bitpack.py`).
+the first half of them in the upper bits, the second below; `view_as_float`: those bytes or words are seen as floats of another
+size. Source: hqq 0.2.8 (`core/quantize.py`, `core/bitpack.py`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import torch
 from diptych.compute.formats.matrices import CodedMatrix, CodedParts, Dequantised, RawTensors
 from diptych.compute.formats.tensors import finite
 from diptych.ground.errors import LoadError
+from diptych.models.quantised.fields import HINT
 from diptych.models.quantised.hqq import BITS, HELD_BITS
 
-SCALES = ("F16", "BF16", "F32")
+SCALES = {"F16": 2, "BF16": 2, "F32": 4}  # bytes of each
+# which hqq writes into no safetensors file, or reads from none: of its own class alone, or of scales quantised themselves
+UNREAD = ("zero_scale", "scale_q", "zero_q", "meta_scale", "meta_zero", "meta")
 WORDS_OF_3 = 10  # codes of 3 bits in a word of 32
 CONTRADICTION = "config.json contradicts the weights; they must come from the same model"
 
@@ -48,9 +52,14 @@ class HqqTensors:
                 f"{prefix} names codes of {self._number('nbits', 'F32'):g} bits in groups of {self.group} on axis {axis}; "
                 f"{', '.join(map(str, BITS))} bits on axis 0 or 1 are read"
             )
-        for name in ("view_as_float", "quant_scale", "quant_zero"):
+        for name in ("quant_scale", "quant_zero"):
             if raw.holds(f"{prefix}.{name}") and self._number(name):
-                raise LoadError(f"{prefix}.{name} is set, and such codes or scales are not read")
+                raise LoadError(
+                    f"{prefix}.{name} is set, and scales that are quantised themselves are not read", hint=HINT
+                )
+        for name in UNREAD:
+            if raw.holds(f"{prefix}.{name}"):
+                raise LoadError(f"{prefix}.{name} is there, and scales in such a form are not read", hint=HINT)
         self.bits, self.axis, n_values = bits, axis, shape[0] * shape[1]
         if n_values % self.group:
             raise LoadError(f"{prefix} has {n_values} values, which groups of {self.group} do not divide")
@@ -60,7 +69,7 @@ class HqqTensors:
         rows = math.ceil(self.sides[0] / self.per_item)
         if bits != 3 and self.sides[0] % self.per_item:
             raise LoadError(f"{prefix} has {self.sides[0]} rows of codes, of which bytes hold {self.per_item} each")
-        self._require("W_q", (rows, self.sides[1]), "I32" if bits == 3 else "U8")
+        self._require_codes(rows)
         for name in ("scale", "zero"):
             self._require(name, (n_groups, 1) if axis == 1 else (1, n_groups), *SCALES)
         if raw.holds(f"{prefix}.shape"):
@@ -70,6 +79,18 @@ class HqqTensors:
                     f"{prefix}.shape is {raw.stored(f'{prefix}.shape').tolist()}; config.json calls for {list(shape)}",
                     hint=CONTRADICTION,
                 )
+
+    def _require_codes(self, rows: int) -> None:
+        name, item = f"{self.prefix}.W_q", 4 if self.bits == 3 else 1
+        is_viewed = self.raw.holds(f"{self.prefix}.view_as_float") and bool(self._number("view_as_float"))
+        seen = SCALES.get(self.raw.header(name)[1], item) if is_viewed else item
+        if self.sides[1] * item % seen:
+            raise LoadError(
+                f"{name} has floats of {seen} bytes, which {self.sides[1] * item} bytes of a row are not",
+                hint=CONTRADICTION,
+            )
+        dtypes = tuple(SCALES) if is_viewed else ("I32" if item == 4 else "U8",)
+        self._require("W_q", (rows, self.sides[1] * item // seen), *dtypes)
 
     @property
     def label(self) -> str:
@@ -95,6 +116,7 @@ class HqqTensors:
     def unpacked(self) -> torch.Tensor:
         """u8, of axis 1 [groups, group], of axis 0 [group, groups]. LoadError for codes of more bits than there are."""
         stored, bits = self.raw.stored(f"{self.prefix}.W_q"), 2 if self.bits == 1.58 else int(self.bits)
+        stored = stored.contiguous().view(torch.int32 if bits == 3 else torch.uint8)
         if self.per_item == 1:
             if int(stored.max()) >> bits:
                 raise LoadError(

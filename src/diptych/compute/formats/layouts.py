@@ -281,7 +281,8 @@ def _fp4(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation
     """weight_packed, or modelopt's and Quark's weight, u8 [n, k / 2], the lower nibble first.
 
     NVFP4: weight_scale E4M3 [n, k / 16] and one of all: weight_global_scale, which divides, or modelopt's and Quark's
-    weight_scale_2, which multiplies. MXFP4: weight_scale u8 [n, k / 32], exponents; DeepSeek V4's experts have scale, and weight i8.
+    weight_scale_2, which multiplies. MXFP4: weight_scale u8 [n, k / 32], exponents; of DeepSeek V4's experts scale, and weight
+    is i8.
     """
     n, k = shape
     codes, scale = (

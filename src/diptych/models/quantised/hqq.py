@@ -29,15 +29,15 @@ def read_hqq(section: HfConfig) -> Quantisation:
         method="hqq",
         bits=held,
         group=group,
-        own_groups={tag: own for tag, (_, own, _) in schemes.items() if tag},
+        own_groups={tag: own for tag, (_, own, _) in schemes.items() if tag and own is not None},
         kept=_kept(held, group) if axis == 1 else None,
         note="values are made in fp32, not in its 16 bits",
     )
 
 
-def _kept(bits: int, group: int) -> KeptFormat | None:
+def _kept(bits: int, group: int | None) -> KeptFormat | None:
     """Zero points are fractions, so what code 0 stands for is kept."""
-    held = group_held(group)
+    held = 128 if group is None else group_held(group)
     if held is None:
         return None
     return KeptFormat(kind=f"group{bits}", group=held, scale="f16", grid="minima", is_wide=bits >= WIDE_BITS)
@@ -48,8 +48,8 @@ def tag_of(module: str) -> str:
     return ".".join(part for part in module.split(".") if part not in ("model", "layers") and not part.isnumeric())
 
 
-def _schemes(found: HfConfig) -> Iterator[tuple[str, tuple[float, int, int]]]:
-    """(bits, values that share a scale, axis) by tag; one without a tag is of all modules."""
+def _schemes(found: HfConfig) -> Iterator[tuple[str, tuple[float, int | None, int]]]:
+    """(bits, values that share a scale, axis) by tag; one without a tag is of all modules. None: a row or column."""
     if "weight_quant_params" in found.raw:
         yield "", _scheme(found)
         return
@@ -63,15 +63,13 @@ def _schemes(found: HfConfig) -> Iterator[tuple[str, tuple[float, int, int]]]:
         yield tag, _scheme(found.section(tag))
 
 
-def _scheme(own: HfConfig) -> tuple[float, int, int]:
-    for name in ("scale_quant_params", "zero_quant_params"):
-        if own.raw.get(name):
-            refuse(own, name, "scales and zero points that are quantised themselves are not read")
+def _scheme(own: HfConfig) -> tuple[float, int | None, int]:
+    """Whether scales are quantised themselves (`scale_quant_params`) each matrix says: newer versions pass it over."""
     weights = own.section("weight_quant_params")
     bits = one_of(weights, "nbits", BITS, None)
     one_of(weights, "channel_wise", (True,), True)
-    one_of(weights, "view_as_float", (False,), False)
-    group = weights.integer("group_size")
-    if group < 1:
+    one_of(weights, "view_as_float", (False, True), False)  # as each matrix says, too
+    group = weights.optional_integer("group_size")
+    if group is not None and group < 1:
         refuse(weights, "group_size", "it must be a whole number of values")
     return bits, group, one_of(weights, "axis", (0, 1), 0)
