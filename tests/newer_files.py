@@ -1,7 +1,7 @@
 """More checkpoints as other programs quantise them, with `coded_files`' machinery: layouts written out place by place, after
-AutoAWQ 0.2.9 (`gemv.py`, `gemv_fast.py`), compressed-tensors 0.12 (sparsity), aqlm 1.1.7, optimum-quanto 0.2.7, sinq 0.2,
-torchao 0.18, PyTorch's `int4mm.cu` and amd-quark 0.6 to 0.13. Each was compared with what these programs write (of Quark with
-what its packing reads), once, by hand, but for packed int4, which only GPUs write: that goes by their source.
+AutoAWQ 0.2.9 (`gemv.py`, `gemv_fast.py`, `marlin.py`), compressed-tensors 0.12 (sparsity), aqlm 1.1.7, optimum-quanto 0.2.7,
+sinq 0.2, torchao 0.18, PyTorch's `int4mm.cu` and amd-quark 0.6 to 0.13. Each was compared with what these programs write (of
+Quark with what its packing reads), once, by hand, but for packed int4, which only GPUs write: that goes by their source.
 """
 
 from __future__ import annotations
@@ -54,6 +54,37 @@ def awq_gemv(group: int, *, is_fast: bool = False) -> Layout:
         return tensors, scales.float()[:, index] * codes + minima.float()[:, index]
 
     return Layout(config | {"version": "gemv_fast" if is_fast else "gemv"}, write)
+
+
+def awq_marlin(group: int | None) -> Layout:
+    """AutoAWQ's `marlin` (`marlin.py`: `_get_perms` and `from_linear`), place by place. group: None, a row."""
+    rows, pairs = [0, 8], [0, 1, 8, 9]  # of a word: outputs apart, and inputs
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        n, k = w.shape
+        codes, scales, zeros = rounded(w, 4, group or k, symmetric=True)
+        stored = torch.zeros(k // 16, 2 * n, dtype=torch.int64)
+        for place in range(128):  # words of 16 inputs by 64 outputs
+            lane, tile = divmod(place, 4)
+            found = [(16 * tile + lane // 4 + row, 2 * (lane % 4) + pair) for row in rows for pair in pairs]
+            for nibble, one in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+                output, inputs = found[one]
+                stored[:, place::128] |= codes[output::64, inputs::16].T << 4 * nibble
+        stored = torch.where(stored >= 1 << 31, stored - (1 << 32), stored)
+        order = (
+            [i + 8 * j for i in range(8) for j in range(8)]
+            if group
+            else [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]
+        )
+        tensors = {
+            "qweight": stored.to(torch.int32),
+            "scales": scales.T.reshape(-1, len(order))[:, order].reshape(-1, n),
+        }
+        return tensors, valued(codes, scales, zeros, torch.arange(k) // (group or k))
+
+    return Layout(
+        {"quant_method": "awq", "bits": 4, "group_size": group or -1, "zero_point": False, "version": "marlin"}, write
+    )
 
 
 def quark_awq(*, symmetric: bool = False, in_order: bool = False) -> Layout:

@@ -35,6 +35,7 @@ from diptych.models.quantised.method import quantisation_of
 from newer_files import (
     aqlm,
     awq_gemv,
+    awq_marlin,
     by_quantisers,
     four_over_six,
     fp_quant,
@@ -62,6 +63,8 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
     "gemv 64": (lambda: awq_gemv(64), "group4-g64-f16-zeros"),
     "gemv fast": (lambda: awq_gemv(32, is_fast=True), "group4-g32-f16-minima16"),
     "gemv fast 64": (lambda: awq_gemv(64, is_fast=True), "group4-g64-f16-minima16"),
+    "awq marlin": (lambda: awq_marlin(64), "group4-g64-f16"),
+    "awq marlin rows": (lambda: awq_marlin(None), "group4-g128-f16"),
     "quark as awq": (quark_awq, "group4-g32-f16-zeros"),
     "quark as awq in order": (lambda: quark_awq(in_order=True), "group4-g32-f16-zeros"),
     "quark as symmetric awq": (lambda: quark_awq(symmetric=True), "group4-g32-f16"),
@@ -241,6 +244,9 @@ def with_config(folder: Path, **fields: Any) -> Path:
     [
         ("gemv fast", {"version": "gemv"}, r"qweight is I16 \[48, 128\]; I32 \[192, 16\]"),
         ("gemv", {"version": "gemm"}, "qweight is I32"),
+        ("gemv", {"version": "marlin", "zero_point": False}, r"qweight is I32 .* I32 \[8, 384\]"),
+        ("awq marlin", {"zero_point": True}, "zero_point .* is True; False can be read"),
+        ("awq marlin", {"version": "exllama"}, "version .* is 'exllama'"),
         ("gemv", {"group_size": 40}, "128 inputs, which groups of 40 do not divide"),
     ],
 )
@@ -258,6 +264,7 @@ def test_a_layout_that_the_config_does_not_name_is_refused(
     [
         ("gemv", (128, 36), "groups of 32 do not divide"),
         ("gemv fast", (128, 96), r"is 128 by 96; .* 4 rows and 64 inputs share their words"),
+        ("awq marlin", (96, 192), r"is 96 by 192; in the layout marlin 64 rows and 16 inputs"),
         ("marlin", (96, 192), r"is 96 by 192; .* outputs come in 64 and inputs in 32"),
         ("mxfp6", (128, 40), "40 inputs, which groups of 32 do not divide"),
     ],

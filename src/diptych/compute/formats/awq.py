@@ -1,8 +1,9 @@
-"""AWQ's three layouts of codes of 4 bits, and Quark's, which is the first of them by other names.
+"""AWQ's four layouts of codes of 4 bits, and Quark's, which is the first of them by other names.
 
 `gemm`: words along the outputs, with zero points. `gemv`: words along the inputs. `gemv_fast`: words of 16 bits in the order of
-a kernel, with what code 0 stands for in place of zero points. Sources: AutoAWQ 0.2.9 (`awq/modules/linear/gemm.py`, `gemv.py`
-and `gemv_fast.py`), Quark 0.6 to 0.13 (`torch/utils/pack.py`, `torch/export/constants.py`).
+a kernel, with what code 0 stands for in place of zero points. `marlin`: words of 16 inputs by 64 outputs as a GPU's tensor
+cores take them, around code 8. Sources: AutoAWQ 0.2.9 (`awq/modules/linear/gemm.py`, `gemv.py`, `gemv_fast.py`, `marlin.py`),
+Quark 0.6 to 0.13 (`torch/utils/pack.py`, `torch/export/constants.py`).
 
 Legend: n outputs, k inputs, G scales of a row.
 """
@@ -27,6 +28,7 @@ QUANTISERS = {
     for one in ("scale", "zero_point")
 }
 PER_WORD = 8
+MARLIN_ROWS, MARLIN_INPUTS = 64, 16  # that share a tile of `marlin`
 FAST_ROWS, FAST_INPUTS = 4, 64  # that share the words of `gemv_fast`
 
 
@@ -40,6 +42,8 @@ def open_awq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisa
         return _gemv(raw, prefix, shape, group)
     if how.layout == "gemv_fast":
         return _gemv_fast(raw, prefix, shape, group)
+    if how.layout == "marlin":
+        return _marlin(raw, prefix, shape, group)
     if n % PER_WORD:
         raise LoadError(f"{prefix} has {n} outputs, of which words of 32 bits hold 8 each", hint=CONTRADICTION)
     return _gemm(raw, prefix, shape, group, how)
@@ -121,6 +125,32 @@ def _gemv_fast(raw: RawTensors, prefix: str, shape: tuple[int, int], group: int)
         return by_part.permute(0, 1, 4, 2, 3).reshape(n, k)
 
     return CodedMatrix(prefix, shape, 4, "awq-gemv-fast-4", codes, parts, all_bytes(raw, prefix))
+
+
+def _marlin(raw: RawTensors, prefix: str, shape: tuple[int, int], group: int) -> CodedMatrix:
+    """qweight [k / 16, 2 n], scales [G, n]."""
+    n, k = shape
+    weight, scales, _ = (f"{prefix}.{name}" for name in _AWQ_NAMES)
+    if n % MARLIN_ROWS or k % MARLIN_INPUTS:
+        raise LoadError(
+            f"{prefix} is {n} by {k}; in the layout marlin {MARLIN_ROWS} rows and {MARLIN_INPUTS} inputs share their words",
+            hint=CONTRADICTION,
+        )
+    require(raw, weight, (k // MARLIN_INPUTS, 2 * n), "I32")
+    require(raw, scales, (k // group, n), *FLOATS)
+
+    def parts() -> CodedParts:
+        stored = raw.stored(scales)
+        # runs of 64 rows lie by their place in 8; where a row has one scale, runs of 32 by pairs of a place in 8
+        of_rows = stored.view(n // 32, 4, 4, 2).transpose(1, 2) if group == k else stored.view(-1, 8, 8).transpose(1, 2)
+        return CodedParts(scales=of_rows.reshape(k // group, n).T.contiguous(), zeros=None, group=group)
+
+    def codes() -> torch.Tensor:
+        # [16 inputs, 64 rows, row in 8, pair of inputs in 8, 16 of the rows, input in a pair, 8 of these rows, 8 of the inputs]
+        tiles = unpack_words(raw.stored(weight), 4).view(k // MARLIN_INPUTS, n // MARLIN_ROWS, 8, 4, 4, 2, 2, 2)
+        return tiles.permute(1, 4, 6, 2, 0, 7, 3, 5).reshape(n, k)
+
+    return CodedMatrix(prefix, shape, 4, "awq-marlin-4", codes, parts, all_bytes(raw, prefix))
 
 
 def _zero_words(k: int, group: int) -> int:

@@ -36,7 +36,7 @@ from diptych.models.quantised.torchao import read_torchao
 from diptych.models.quantised.vptq import read_vptq
 
 OWN = "diptych"  # what `diptych quantize` writes
-AWQ_LAYOUTS = ("gemm", "gemv", "gemv_fast")
+AWQ_LAYOUTS = ("gemm", "gemv", "gemv_fast", "marlin")
 AWQ_BACKENDS = (  # kernels of AutoAWQ and GPTQModel, which change no layout; llm-awq has one of its own
     "autoawq", "auto", "auto_trainable", "machete", "marlin", "exllama_v1", "exllama_v2", "gemm", "gemm_triton", "gemv",
     "gemv_fast", "torch_awq", "torch_fused_awq",
@@ -138,7 +138,10 @@ def _awq(section: HfConfig) -> Quantisation:
     bits, group = ("bits", "group_size") if "bits" in section.raw else ("w_bit", "q_group_size")  # the older names
     one_of(section, "backend", (None, *AWQ_BACKENDS), None)
     layout = one_of(section, "version", AWQ_LAYOUTS, "gemm")
-    inputs, is_symmetric = group_size(section, group), not section.flag("zero_point", True) and layout == "gemm"
+    if layout == "marlin":
+        one_of(section, "zero_point", (False,), True)  # as it has none
+    inputs = group_size(section, group)
+    is_symmetric = not section.flag("zero_point", True) and layout in ("gemm", "marlin")
     # Quark's exports by this name (`custom_mode` of its versions 0.6 to 0.9): the field is its own
     is_ordered = one_of(section, "pack_method", ("reorder", "order"), "reorder") == "order"
     kept = kept_groups(4, inputs, "f16", is_symmetric=is_symmetric)
