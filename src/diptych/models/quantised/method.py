@@ -242,6 +242,7 @@ def _gptq(section: HfConfig) -> Quantisation:
     bits = one_of(section, "bits", (2, 3, 4, 8), None)
     one_of(section, "pack_dtype", ("int32",), "int32")
     layout = one_of(section, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    one_of(section, "is_marlin_format", (False, None), False)  # as AutoGPTQ said it before it named formats
     group = group_size(section, "group_size")
     return Quantisation(
         method="gptq",
