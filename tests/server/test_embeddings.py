@@ -1,4 +1,4 @@
-"""Embeddings, rerank and score over HTTP, with the clients that people use, against sentence-transformers."""
+"""Embeddings, rerank, score and classify over HTTP, with the clients that people use, against sentence-transformers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from openai import BadRequestError, OpenAI
 from tests.embedding_files import adapted_oracle, judge, make_adapter, make_embedder, make_reranker, oracle
+from tests.encoder_files import make_cross_encoder
 
 from diptych.ground.clock import sleep_s
 from server_process import BACKEND, ServerProcess
@@ -242,12 +243,89 @@ def test_reranker_judges_over_http(tmp_path: Path) -> None:
         server.check_balance()
 
 
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    names = {0: "entailment", 1: "neutral", 2: "contradiction"}
+    return make_cross_encoder(tmp_path_factory.mktemp("classifier") / "made", "bert", n_labels=3, id2label=names)
+
+
+@pytest.fixture(scope="module")
+def classifying(classifier: Path) -> Iterator[ServerProcess]:
+    with ServerProcess(str(classifier), "--served-model-name", "c", *FP32) as process:
+        yield process
+        code, errors = process.stop()
+        assert code == 0, errors
+        assert "Traceback" not in errors, errors
+
+
+def test_classify_is_vllms_with_the_pairs_of_transformers(classifying: ServerProcess, classifier: Path) -> None:
+    import transformers
+
+    pipe = transformers.pipeline("text-classification", model=str(classifier), top_k=None)
+    alone = pipe(TEXTS)
+    paired = pipe([{"text": TEXTS[0], "text_pair": text} for text in TEXTS])
+    with classifying.client() as http:
+        ids = http.post("/tokenize", json={"prompt": TEXTS[0]}).json()["tokens"]
+        for path, body, want in (
+            ("/v1/classify", {"model": "c", "input": TEXTS}, alone),
+            ("/classify", {"input": TEXTS[0]}, alone[:1]),
+            ("/classify", {"input": [ids, TEXTS[1]]}, alone[:2]),
+            ("/classify", {"input": TEXTS[0], "text_pair": TEXTS}, paired),
+            ("/classify", {"input": TEXTS[:1], "text_pair": TEXTS[1]}, paired[1:2]),
+        ):
+            answer = http.post(path, json=body).json()
+            assert [one["index"] for one in answer["data"]] == list(range(len(want)))
+            for one, labels in zip(answer["data"], want, strict=True):
+                assert (one["label"], one["num_classes"]) == (labels[0]["label"], 3)
+                close(one["probs"], [{it["label"]: it["score"] for it in labels}[name] for name in answer["labels"]])
+            assert (answer["object"], answer["model"], answer["id"][:9]) == ("list", "c", "classify-")
+            check_account(answer, len(want))
+        probs, logits = (
+            np.array(http.post("/classify", json={"input": "fox"} | more).json()["data"][0]["probs"])
+            for more in ({}, {"use_activation": False})
+        )
+        close(probs, np.exp(logits) / np.exp(logits).sum())
+        assert abs(logits.sum() - 1) > 0.1
+    classifying.check_balance()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("classify", {}, "input is missing"),
+        ("classify", {"input": ["a", ""]}, "entry 1 is empty"),
+        ("classify", {"input": ["a", "b"], "text_pair": ["c"] * 3}, "input has 2 entries and text_pair 3"),
+        ("classify", {"input": [5, 6], "text_pair": "c"}, "token ids"),
+        ("classify", {"input": "a", "text_pair": ""}, "text_pair"),
+        ("classify", {"input": "a", "use_activation": 1}, "use_activation"),
+        ("classify", {"input": "a", "truncate_prompt_tokens": 5}, "a text is never cut"),
+        ("classify", {"input": "fox " * 3000}, "at most 200 are read"),
+        ("score", {"text_1": "a", "text_2": "b"}, "tells 3 labels apart (entailment, neutral, contradiction)"),
+        ("rerank", {"query": "a", "documents": ["b"]}, "send texts to /v1/classify"),
+        ("embeddings", {"input": "a"}, "gives no vectors"),
+    ],
+)
+def test_what_a_classifier_cannot_read_is_refused(classifying: ServerProcess, path: str, body: dict, said: str) -> None:
+    with classifying.client() as http:
+        answer = http.post(f"/v1/{path}", json=body)
+    assert answer.status_code == 400, answer.text
+    assert said in answer.json()["error"]["message"]
+    assert (answer.json()["error"]["code"] == "wrong_task") is (path != "classify")
+
+
+def test_a_model_that_embeds_tells_no_labels(http: httpx.Client) -> None:
+    answer = http.post("/v1/classify", json={"input": "a"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "wrong_task")
+    assert "embeds texts, and gives no labels\nhint: send texts to /v1/embeddings" in answer.json()["error"]["message"]
+
+
 def test_a_model_that_writes_says_so(server: ServerProcess) -> None:
     """vLLM refuses too, unless told to pool; here --task embed does that."""
     bodies = {
         "embeddings": {"input": "a"},
         "rerank": {"query": "a", "documents": ["b"]},
         "score": {"text_1": "a", "text_2": "b"},
+        "classify": {"input": "a"},
     }
     with server.client() as http:
         for path, body in bodies.items():

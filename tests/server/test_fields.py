@@ -14,7 +14,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from diptych.server import schema, tool_choice
 from diptych.server.embeddings import body as embeddings_body
-from diptych.server.embeddings.body import EmbeddingBody, RerankBody, ScoreBody
+from diptych.server.embeddings.body import ClassifyBody, EmbeddingBody, RerankBody, ScoreBody
 from diptych.server.http.bases import Body
 from diptych.server.http.door import parse
 from diptych.server.http.errors import ApiError
@@ -85,7 +85,7 @@ def test_the_page_shows_every_field_in_its_table() -> None:
         ("Messages", MessagesBody, messages_body.REFUSED, messages_body.NO_EFFECT),
         *(
             ("Embeddings", one, embeddings_body.REFUSED, embeddings_body.NO_EFFECT)
-            for one in (EmbeddingBody, RerankBody, ScoreBody)
+            for one in (EmbeddingBody, RerankBody, ScoreBody, ClassifyBody)
         ),
     ],
 )

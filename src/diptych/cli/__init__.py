@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("diptych.cli.generate", "write the continuation of a prompt and report both phases"),
     "chat": ("diptych.cli.chat", "talk with a model; the history stays in the prefix cache"),
     "embed": ("diptych.cli.embed", "write the vectors of texts: a prefill without a decode"),
+    "classify": ("diptych.cli.classify", "write the labels of texts, by a model with a classification head"),
     "serve": ("diptych.cli.serve", "serve a model over HTTP, OpenAI-compatible"),
     "rank": ("diptych.cli.rank", "compute a part of a model that another machine serves with --tp-address"),
     "bench": ("diptych.cli.bench", "measure prefill and decode against the machine's ceilings"),

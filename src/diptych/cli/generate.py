@@ -43,7 +43,7 @@ def generate(
     engine: dict[str, Any],
     adapter: dict[str, Any],
     as_json: options.AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="no phase report")] = False,
+    quiet: options.NoReport = False,
 ) -> None:
     """Write the continuation of PROMPT and report both phases."""
     sampling = sampling_params(

@@ -89,6 +89,7 @@ DraftModel = Annotated[
 Task = Annotated[
     str, typer.Option(help=f"what the model gives beside text, auto: as its files say: {' | '.join(TASKS)}")
 ]
+NoReport = Annotated[bool, typer.Option("--quiet", "-q", help="no phase report")]
 MaxDraftTokens = Annotated[int, typer.Option("--max-draft-tokens", help=CONFIG["max_draft_tokens"].what)]
 MaxStepTokens = Annotated[int, typer.Option(help=CONFIG["max_step_tokens"].what)]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help=REQUEST["max_tokens"].what)]

@@ -1,9 +1,10 @@
-"""What comes of texts that were read for their states: `Embedding` and `Scores`, with their accounts."""
+"""What comes of texts that were read for their states: `Embedding`, `Scores` and `Classification`, with their accounts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,17 @@ class Embedding(ReadPrompt):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Classification(ReadPrompt):
+    """Which label a text has, and how likely each is. label: the likeliest, of equals the first; odds: of `labels`, in order:
+    probabilities, or where the model was trained for numbers (`regression`) these.
+    """
+
+    label: str
+    labels: tuple[str, ...]
+    odds: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
     """How well documents fit queries, one number per pair, and the prompts that were read for it."""
 
@@ -50,15 +62,15 @@ def state_of(opened: OpenRequest) -> bytes:
 def embedding(opened: OpenRequest, encoder: Encoder, dimensions: int | None) -> Embedding:
     """The vector of a finished request, with its account."""
     vector = encoder.vector(state_of(opened), dimensions)
-    read = read_prompt(opened)
-    return Embedding(
-        request_id=read.request_id,
-        prompt_token_ids=read.prompt_token_ids,
-        usage=read.usage,
-        timings=read.timings,
-        record=read.record,
-        vector=vector,
-    )
+    return Embedding(**_account(opened), vector=vector)
+
+
+def classification(opened: OpenRequest, encoder: Encoder) -> Classification:
+    """The label of a finished request, with its account."""
+    odds = encoder.odds(state_of(opened))
+    assert encoder.labels is not None
+    names = encoder.labels.names
+    return Classification(**_account(opened), label=names[int(odds.argmax())], labels=names, odds=tuple(odds.tolist()))
 
 
 def scores(opened: Sequence[OpenRequest], ranking: Ranking) -> Scores:
@@ -69,12 +81,16 @@ def scores(opened: Sequence[OpenRequest], ranking: Ranking) -> Scores:
 
 def read_prompt(opened: OpenRequest) -> ReadPrompt:
     """The account of a finished request."""
+    return ReadPrompt(**_account(opened))
+
+
+def _account(opened: OpenRequest) -> dict[str, Any]:
     record = opened.record
     assert record is not None, opened.request.request_id
-    return ReadPrompt(
-        request_id=opened.request.request_id,
-        prompt_token_ids=opened.request.prompt_token_ids,
-        usage=record.usage(),
-        timings=record.timings(),
-        record=record,
-    )
+    return {
+        "request_id": opened.request.request_id,
+        "prompt_token_ids": opened.request.prompt_token_ids,
+        "usage": record.usage(),
+        "timings": record.timings(),
+        "record": record,
+    }

@@ -1,8 +1,9 @@
-"""Embeddings and scores: how texts become prompts of which states are wanted, and what states then mean.
+"""Embeddings, scores and labels: how texts become prompts of which states are wanted, and what states then mean.
 
 An embedding is a prefill without a decode. The engine reads the prompt and hands up one state (`compute.pooler`); the vector
 of a text is that state, cut to the dimensions asked for and normalised; the score of a query with a document is a product of
 it with a few rows (a classification head, or the output rows of "yes" and "no"). A model that only embeds scores by cosine.
+A classification head of several labels tells which of them a text, or a pair of texts, has.
 
     encoder = open_encoder(folder, hf_config, tokenizer, template, task="auto", spec=spec)
     prompt = encoder.prompt("a text", instruction=encoder.instruction("query"))
@@ -29,6 +30,7 @@ from diptych.ground.request import Pooling, SamplingParams, Segment
 from diptych.models.config import HfConfig
 from diptych.models.pooling import (
     EmbeddingSpec,
+    Odds,
     Reading,
     ScoringSpec,
     read_gguf_pooling,
@@ -43,6 +45,7 @@ logger = logging.getLogger("diptych.engine")
 # what a request for a state says of tokens: none are drawn, and none are guessed
 NO_TOKENS = SamplingParams(max_tokens=1, temperature=0.0, max_draft_tokens=0)
 QUERY, DOCUMENT = "query", "document"  # the prompts of these names are put before the two sides of a search
+TEXT, TEXT_PAIR = "text", "text_pair"  # of a pair that is classified
 # how Qwen3-Reranker was trained to be asked (its model card)
 JUDGE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct provided. "
@@ -71,7 +74,8 @@ class PooledPrompt:
 class Encoder:
     """What a model that gives states needs beside the engine. Immutable, and safe to use from several threads.
 
-    embedding: how vectors are made; scoring: how a query is judged with a document. One of them is there.
+    embedding: how vectors are made; scoring: how a query is judged with a document. One of them is there. labels: what its
+    head tells apart, if it has one.
     """
 
     def __init__(
@@ -86,13 +90,14 @@ class Encoder:
         dense: Sequence[Dense] = (),
         has_own_form: bool = False,
     ) -> None:
-        """dense: layers behind the pooling; where it scores, the last of them makes one or two logits.
+        """dense: layers behind the pooling; where it scores, the last of them makes one or two logits, or one for each label.
 
         has_own_form: pairs are asked about in Qwen3-Reranker's words.
         """
         self.tail = tail
         self.embedding = embedding
         self.scoring = scoring
+        self.labels = None if scoring is None else scoring.labels
         self.width = len(dense[-1].weight_ND) if dense else spec.hidden
         self._spec = spec
         self._template = template
@@ -119,9 +124,11 @@ class Encoder:
         return prompts[name]
 
     def prompt(self, text: Text, *, instruction: str = "") -> PooledPrompt:
-        """A text (behind an instruction), or token ids as they are, to be embedded. Raises RequestError, PromptTooLong."""
-        spec = self.embedding
-        assert spec is not None, "the model scores, and embeds nothing"
+        """A text (behind an instruction), or token ids as they are, to be embedded or classified. Raises RequestError,
+        PromptTooLong.
+        """
+        spec = self.embedding or self.scoring
+        assert spec is not None
         first = 0
         segments: tuple[Segment, ...] = ()
         if not isinstance(text, str):
@@ -133,7 +140,7 @@ class Encoder:
             token_ids = self._ids(instruction + text)
             n_before = min(self._n_before(instruction), len(token_ids) - 1)  # the last may have joined both
             if n_before > 0:
-                first = 0 if spec.includes_prompt else n_before
+                first = 0 if self.embedding is None or self.embedding.includes_prompt else n_before
                 places = (("instruction", 0, n_before), ("text", n_before, len(token_ids)))
                 segments = tuple(Segment(name=name, start=start, end=end) for name, start, end in places)
         return self._checked(token_ids, Pooling(pool=spec.pool, first=first, both_ways=self._both_ways), segments)
@@ -164,6 +171,10 @@ class Encoder:
 
     def ranking(self, pairs: Sequence[tuple[str, str]], *, instruction: str | None = None) -> Ranking:
         """The prompts that scores of these (query, document) pairs need. instruction: what is asked; None: as usual."""
+        if not self.can_score:
+            raise RequestError(
+                self.not_made_for("scores"), hint="ask for labels (classify), where texts may come in pairs"
+            )
         if self.scoring is not None:
             return _Judged(self, [self._pair(query, document, instruction) for query, document in pairs])
         return _Compared(self, pairs, instruction)
@@ -177,13 +188,51 @@ class Encoder:
             cap = self._spec.logit_softcap
             logits = logits if cap is None else cap * np.tanh(logits / cap)
         score = float(logits[0] - logits[1]) if len(logits) == 2 else float(logits[0])
-        if not self.scoring.is_sigmoid:
-            return score
-        return 1.0 / (1.0 + math.exp(-score)) if score >= 0 else math.exp(score) / (1.0 + math.exp(score))
+        return _sigmoid(score) if self.scoring.is_sigmoid else score
 
-    def _pair(self, query: str, document: str, instruction: str | None) -> PooledPrompt:
+    @property
+    def can_score(self) -> bool:
+        """Whether it gives one number for a pair."""
+        return self.labels is None or len(self.labels.names) == 1
+
+    def not_made_for(self, wanted: str) -> str:
+        """That this model gives no `wanted`, and what it does."""
+        if self.labels is not None and len(self.labels.names) > 1:
+            names = shown(", ".join(self.labels.names)).strip("'")
+            return f"this model tells {len(self.labels.names)} labels apart ({names}), and gives no {wanted}"
+        does = "embeds texts" if self.scoring is None else "scores pairs"
+        return f"this model {does}, and gives no {wanted}"
+
+    def to_classify(self, text: Text, pair: str | None = None, *, instruction: str | None = None) -> PooledPrompt:
+        """The prompt of a text, of a text and a second one (premise and hypothesis), or of token ids, whose labels are wanted.
+
+        instruction: put before the text; None: as usual. Raises RequestError, PromptTooLong.
+        """
+        if self.labels is None:
+            raise RequestError(self.not_made_for("labels"))
+        if pair is None:
+            return self.prompt(text, instruction=self.instruction(None) if instruction is None else instruction)
+        if not isinstance(text, str):
+            raise RequestError("token ids came with a second text; give them together as token ids", param=TEXT_PAIR)
+        return self._pair(text, pair, instruction, names=(TEXT, TEXT_PAIR))
+
+    def odds(self, state: bytes, *, is_activated: bool = True) -> np.ndarray:
+        """[labels] fp64, of the state behind a text: probabilities, or what the config says; not activated: logits."""
+        assert self.labels is not None
+        logits = self._behind_pooling(np.frombuffer(state, dtype=np.float32).astype(np.float64))
+        if not is_activated or self.labels.odds is Odds.NONE:
+            return logits
+        if self.labels.odds is Odds.EACH:
+            return np.array([_sigmoid(float(logit)) for logit in logits])
+        powers = np.exp(logits - logits.max())
+        shares: np.ndarray = powers / powers.sum()
+        return shares
+
+    def _pair(
+        self, query: str, document: str, instruction: str | None, names: tuple[str, str] = (QUERY, DOCUMENT)
+    ) -> PooledPrompt:
         asked = self.instruction(None) if instruction is None else instruction
-        for name, text in ((QUERY, query), (DOCUMENT, document)):
+        for name, text in zip(names, (query, document), strict=True):
             self._refuse_endless(text, param=name)
         parts: list[tuple[str, Sequence[int]]]
         second: int | None = None
@@ -202,7 +251,7 @@ class Encoder:
         else:
             pair = self._tokenizer.encode_pair(asked + query, document)
             n_query = len(self._tokenizer.encode(asked + query, add_special_tokens=False))
-            parts = [(QUERY, pair.token_ids[:n_query]), (DOCUMENT, pair.token_ids[n_query:])]
+            parts = [(names[0], pair.token_ids[:n_query]), (names[1], pair.token_ids[n_query:])]
             second = _second_type(pair.type_ids) if self._has_types else None
         token_ids, segments = _joined(parts)
         return self._checked(token_ids, replace(self._judged, second=second), segments)
@@ -293,6 +342,10 @@ class _Compared(Ranking):
         return [float(units[query] @ units[document]) for query, document in self._places]
 
 
+def _sigmoid(x: float) -> float:
+    return 1.0 / (1.0 + math.exp(-x)) if x >= 0 else math.exp(x) / (1.0 + math.exp(x))
+
+
 def _second_type(type_ids: Sequence[int]) -> int | None:
     """Where tokens of the second type begin, which all behind are of; None: there are none. UnsupportedModel for others."""
     if not any(type_ids):
@@ -329,10 +382,15 @@ def open_encoder(
         )
     if task == "embed":
         if isinstance(said, ScoringSpec):
-            raise UnsupportedModel(f"{directory} judges pairs, and embeds no texts", hint="leave --task out")
+            does = "judges pairs" if said.labels is None else "has a classification head"
+            raise UnsupportedModel(f"{directory} {does}, and embeds no texts", hint="leave --task out")
         said = said or usual_pooling(config)
     if said is None and not spec.has_head:
         said = usual_pooling(config)
+    if task == "score" and isinstance(said, ScoringSpec) and said.labels is not None and len(said.labels.names) > 1:
+        raise UnsupportedModel(
+            f"{directory} tells {len(said.labels.names)} labels apart; a score is made of one", hint="leave --task out"
+        )
     is_asked = task == "score" and said is None
     if is_asked:
         said = ScoringSpec(token_ids=_yes_and_no(tokenizer), both_ways=sees_both_ways(config))
@@ -356,11 +414,13 @@ def open_encoder(
             said.pool.value, said.is_normalised, len(dense[-1].weight_ND) if dense else spec.hidden, said.both_ways, prompts,
         )  # fmt: skip
         return Encoder(tail, tokenizer, template, spec=spec, embedding=said, dense=dense)
-    logger.info("scores by=%s prompts=%s", "head" if said.token_ids is None else said.token_ids, prompts)
+    labels = "none" if said.labels is None else shown(",".join(said.labels.names))
+    logger.info("scores by=%s labels=%s prompts=%s", said.token_ids or "head", labels, prompts)
     if said.token_ids is not None:
         dense = (read_head_rows(directory, spec, said.token_ids),)
     else:
-        dense = read_classes(directory, spec, _n_labels(config))
+        assert said.labels is not None
+        dense = read_classes(directory, spec, len(said.labels.names))
     return Encoder(tail, tokenizer, template, spec=spec, scoring=said, dense=dense, has_own_form=is_asked)
 
 
@@ -369,14 +429,6 @@ def _read_layers(folders: Sequence[Path], n_inputs: int) -> tuple[Dense, ...]:
     for folder in folders:
         layers.append(read_dense(folder, len(layers[-1].weight_ND) if layers else n_inputs))
     return tuple(layers)
-
-
-def _n_labels(config: HfConfig) -> int:
-    labels = config.raw.get("id2label")
-    number = len(labels) if isinstance(labels, dict) else config.integer("num_labels", 2)
-    if number != 1:
-        raise UnsupportedModel(f"{config.path} has {number} labels; a score is made of one")
-    return number
 
 
 def _yes_and_no(tokenizer: Tokenizer) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from diptych.engine.encoded import Embedding, Scores, embedding, scores
+from diptych.engine.encoded import Classification, Embedding, Scores, classification, embedding, scores
 from diptych.engine.encoder import NO_TOKENS, Encoder, PooledPrompt, Text
 from diptych.engine.engine import Engine, OpenRequest, OutputDelta, ignore_delta
 from diptych.engine.holder import EngineHolder
@@ -188,7 +188,7 @@ class LLM:
         """
         encoder = self._encoder
         if encoder.embedding is None:
-            raise RequestError("this model scores pairs and embeds nothing", hint="ask for scores")
+            raise RequestError(encoder.not_made_for("vectors"), hint="ask for scores, or labels")
         encoder.check_dimensions(dimensions)
         if instruction is not None and prompt_name is not None:
             raise RequestError("prompt_name and instruction exclude each other", param="instruction")
@@ -222,6 +222,32 @@ class LLM:
             )
         ranking = self._encoder.ranking(list(zip(queries, texts, strict=True)), instruction=instruction)
         return scores(self._read(ranking.prompts, adapter), ranking)
+
+    def classify(
+        self,
+        texts: Text | Sequence[Text],
+        pairs: str | Sequence[str] | None = None,
+        *,
+        instruction: str | None = None,
+        adapter: str | None = None,
+    ) -> list[Classification]:
+        """Which of the labels of its classification head each text has, and how likely each label is.
+
+        pairs: second texts (hypotheses behind a premise): one text with each of them, or as many as texts. A text alone may be
+        given as token ids. instruction: put before every text. adapter: the name of a loaded adapter.
+        """
+        encoder = self._encoder
+        if instruction is not None:
+            text("instruction", instruction, RequestError)
+        first: list[Text] = prompt_list(texts)  # type: ignore[assignment]
+        second: list[str] | list[None] = [None] * len(first) if pairs is None else _texts("pairs", pairs)
+        first = first * len(second) if len(first) == 1 else first
+        if len(first) != len(second):
+            raise RequestError(
+                f"{len(first)} texts came with {len(second)} pairs; give one text, or as many", param="pairs"
+            )
+        prompts = [encoder.to_classify(a, b, instruction=instruction) for a, b in zip(first, second, strict=True)]
+        return [classification(opened, encoder) for opened in self._read(prompts, adapter)]
 
     @property
     def _encoder(self) -> Encoder:

@@ -13,9 +13,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from diptych.ground.bounds import shown
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.ground.request import Pool
 from diptych.models.config import MAX_JSON_BYTES, HfConfig, read_json
@@ -35,6 +37,8 @@ OLD_POOLS = {
 # pooling_type of GGUF files (`enum llama_pooling_type` of llama.h); 0: none
 GGUF_POOLS = {1: Pool.MEAN, 2: Pool.FIRST, 3: Pool.LAST}
 ACTIVATIONS = {"Sigmoid": True, "Identity": False}
+USUAL_LABELS = 2  # of a config that says nothing of them, in transformers
+MAX_LABELS = 2**16
 # files of code in `auto_map` whose embeddings are those of the plain family with attention both ways (arXiv 2402.09906)
 KNOWN_CODE = ("modeling_gritlm7b", "modeling_gritlm8x7b", "configuration_hf_nomic_bert", "modeling_hf_nomic_bert",
               "configuration_hf_alibaba_nlp_gte", "modeling_hf_alibaba_nlp_gte",
@@ -77,15 +81,39 @@ class EmbeddingSpec:
     dense: tuple[Path, ...] = ()
 
 
+class Odds(Enum):
+    """What becomes of the logits of a classification head: one label of them all holds, each by itself may, or as they are."""
+
+    ONE_OF_ALL = "softmax"
+    EACH = "sigmoid"
+    NONE = "none"
+
+
+PROBLEMS = {
+    "single_label_classification": Odds.ONE_OF_ALL,
+    "multi_label_classification": Odds.EACH,
+    "regression": Odds.NONE,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """What a classification head tells apart. names: in the order of its logits."""
+
+    names: tuple[str, ...]
+    odds: Odds
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringSpec:
     """How a state of a query with a document becomes their score. pool: which: of an encoder the first, else the last.
 
     token_ids: of "yes" and "no", the difference of whose logits it is (one: its logit); None: by the classification head.
-    is_sigmoid: whether it then becomes a probability.
+    labels: of that head, which scores where it has one. is_sigmoid: whether a score then becomes a probability.
     """
 
     token_ids: tuple[int, ...] | None
+    labels: Labels | None = None
     pool: Pool = Pool.LAST
     is_sigmoid: bool = True
     reading: Reading = Reading()
@@ -107,10 +135,13 @@ def read_pooling(directory: Path, config: HfConfig) -> EmbeddingSpec | ScoringSp
         raise UnsupportedModel(f"{MODULES} in {directory} has the module {others[0]}, which is not supported")
     reading = _reading(directory)
     if is_classifier or "LogitScore" in places:
+        labels = _labels(config) if is_classifier else None
         return ScoringSpec(
             token_ids=None if is_classifier else _true_and_false(directory / places["LogitScore"] / "config.json"),
+            labels=labels,
             pool=_judged_pool(config),
-            is_sigmoid=_is_sigmoid(directory, config),
+            is_sigmoid=(labels is not None and len(labels.names) > 1)
+            or _is_sigmoid(directory, config),  # of one number
             reading=reading,
             both_ways=both_ways,
         )
@@ -254,6 +285,28 @@ def _judged_pool(config: HfConfig) -> Pool:
     if said not in POOLS:
         raise UnsupportedModel(f"classifier_pooling in {config.path} is {said!r}; {', '.join(POOLS)} are supported")
     return POOLS[said]
+
+
+def _labels(config: HfConfig) -> Labels:
+    """By `id2label` and `problem_type`, as transformers' pipeline for texts reads them."""
+    said = config.raw.get("id2label")
+    if said is None:
+        number = config.integer("num_labels", USUAL_LABELS)
+        if number > MAX_LABELS:
+            raise LoadError(f"num_labels in {config.path} is {number}; it must be at most {MAX_LABELS}")
+        names = tuple(f"LABEL_{i}" for i in range(number))
+    else:
+        by_number = {str(number): str(name) for number, name in said.items()} if isinstance(said, dict) else {}
+        names = tuple(by_number.get(str(number), "") for number in range(len(by_number)))
+    if not all(names) or not names:
+        raise LoadError(f"id2label in {config.path} is {shown(said)}; it must name the labels 0, 1 and on")
+    problem = config.raw.get("problem_type")
+    if problem is not None and (not isinstance(problem, str) or problem not in PROBLEMS):
+        raise UnsupportedModel(
+            f"problem_type in {config.path} is {shown(problem)}; {', '.join(PROBLEMS)} are supported"
+        )
+    odds = Odds.ONE_OF_ALL if problem is None else PROBLEMS[problem]
+    return Labels(names=names, odds=Odds.EACH if len(names) == 1 and odds is Odds.ONE_OF_ALL else odds)
 
 
 def _true_and_false(path: Path) -> tuple[int, ...]:

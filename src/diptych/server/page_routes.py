@@ -78,7 +78,7 @@ def abilities_json(state: ServerState) -> dict[str, Any]:
     template, writes = state.reader.template, state.engine.loaded.model.spec.has_head
     note = None
     if not writes:
-        note = "this model has no output projection: it embeds or scores texts, and writes none"
+        note = "this model has no output projection: it embeds, scores or classifies texts, and writes none"
     elif state.generation.encoder is not None:
         note = "this model is made for embeddings or scores, by its files: what it writes may make no sense"
     elif template.is_default:

@@ -1,1 +1,1 @@
-"""Embeddings, rerank and score: prompts are read and nothing is written. Shapes of OpenAI, Jina, Cohere and vLLM."""
+"""Embeddings, rerank, score and classify: prompts are read and nothing is written. Shapes of OpenAI, Jina, Cohere and vLLM."""

@@ -1,4 +1,4 @@
-"""The answers: vectors, documents in order, scores. Each is a list of prompts, what their states mean, and one account."""
+"""The answers: vectors, documents in order, scores, labels: each of prompts, what their states mean, and one account."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from diptych.engine.encoder import Encoder, PooledPrompt, Ranking
 from diptych.ground.clock import wall_time_s
-from diptych.server.embeddings.body import EmbeddingBody, PooledBody, RerankBody, ScoreBody
+from diptych.server.embeddings.body import ClassifyBody, EmbeddingBody, PooledBody, RerankBody, ScoreBody
 from diptych.server.embeddings.reading import StateReader
 from diptych.server.generation import Asked, Generation
 from diptych.server.http.answers import Fragments, json_bytes
@@ -32,7 +32,7 @@ class PooledAnswer:
         if encoder is None:
             raise ApiError(
                 400,
-                f"{generation.model.name!r} was loaded to write text: it gives no embeddings and no scores\n"
+                f"{generation.model.name!r} was loaded to write text: it gives no embeddings, scores or labels\n"
                 "hint: serve an embedding or reranking model, or start with --task embed or --task score",
                 code="wrong_task",
             )
@@ -47,6 +47,12 @@ class PooledAnswer:
             constraint=None,
         )
         self._reader = StateReader(generation, self._asked)
+
+    def _wrong_task(self, wanted: str) -> ApiError:
+        """That the model gives no `wanted`, and where to send texts."""
+        encoder = self.encoder
+        path = "/v1/embeddings" if encoder.scoring is None else "/v1/score" if encoder.can_score else "/v1/classify"
+        return ApiError(400, f"{encoder.not_made_for(wanted)}\nhint: send texts to {path}", code="wrong_task")
 
     async def answer(self) -> bytes:
         """The whole answer, as JSON."""
@@ -85,7 +91,7 @@ class EmbeddingAnswer(PooledAnswer):
         super().__init__(generation, body, arrival_s=arrival_s)
         self._body = body
         if self.encoder.embedding is None:
-            raise ApiError(400, "this model scores pairs and embeds nothing; send them to /v1/score", code="wrong_task")
+            raise self._wrong_task("vectors")
 
     async def answer(self) -> bytes:
         """Vectors as lists of numbers, or as base64 of little-endian fp32."""
@@ -117,6 +123,11 @@ class EmbeddingAnswer(PooledAnswer):
 
 class _RankedAnswer(PooledAnswer):
     """What rerank and score share."""
+
+    def __init__(self, generation: Generation, body: PooledBody, *, arrival_s: float) -> None:
+        super().__init__(generation, body, arrival_s=arrival_s)
+        if not self.encoder.can_score:
+            raise self._wrong_task("scores")
 
     async def _scores(self, pairs: Sequence[tuple[str, str]], instruction: str | None) -> list[float]:
         def ranking() -> Ranking:
@@ -163,3 +174,36 @@ class ScoreAnswer(_RankedAnswer):
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
         answer = {"object": "list", "data": data} | self._frame() | self._accounts()
         return await self._generation.workers.run(json_bytes, answer)
+
+
+class ClassifyAnswer(PooledAnswer):
+    """vLLM's list of labels."""
+
+    prefix = "classify-"
+
+    def __init__(self, generation: Generation, body: ClassifyBody, *, arrival_s: float) -> None:
+        super().__init__(generation, body, arrival_s=arrival_s)
+        self._body = body
+        if self.encoder.labels is None:
+            raise self._wrong_task("labels")
+        self._names = self.encoder.labels.names
+
+    async def answer(self) -> bytes:
+        """The likeliest label of each text, of equals the first, and what each label has; `labels` names these, in order."""
+        body, encoder, names, run = self._body, self.encoder, self._names, self._generation.workers.run
+
+        def prompts() -> list[PooledPrompt]:
+            return [encoder.to_classify(text, pair, instruction=body.instruction) for text, pair in body.pairs]
+
+        states = await self._reader.read(await run(prompts), param="input")
+        accounts = self._accounts()
+
+        def encoded() -> bytes:
+            data = Fragments()
+            for index, state in enumerate(states):
+                odds = encoder.odds(state, is_activated=body.use_activation is not False)
+                label = names[int(odds.argmax())]
+                data.add([{"index": index, "label": label, "probs": odds.tolist(), "num_classes": len(names)}])
+            return json_bytes({"object": "list", "labels": names, "data": data} | self._frame() | accounts)
+
+        return await run(encoded)

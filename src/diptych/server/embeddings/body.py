@@ -1,4 +1,4 @@
-"""What clients may send for embeddings, rerankings and scores, with the bounds of the other routes.
+"""What clients may send for embeddings, rerankings, scores and labels, with the bounds of the other routes.
 
 Fields that other servers know and this one does not honour are refused by name (`REFUSED`), or have no effect (`NO_EFFECT`);
 `docs/serving.md` shows all of them.
@@ -55,7 +55,7 @@ def _check_inputs(value: object) -> list[Prompt]:
     """A text, texts, token ids or lists of them, always as a list of inputs; none of them empty."""
     inputs = prompts_of(value, MAX_INPUTS)
     if "" in inputs:
-        raise ValueError(f"entry {inputs.index('')} is empty; nothing has no vector")
+        raise ValueError(f"entry {inputs.index('')} is empty; an empty text is not read")
     return inputs
 
 
@@ -110,6 +110,39 @@ class RerankBody(PooledBody):
     def texts(self) -> list[str]:
         """The documents."""
         return [one if isinstance(one, str) else one.text for one in self.documents]
+
+
+class ClassifyBody(PooledBody):
+    """`POST /v1/classify`: vLLM's, and transformers' second texts. text_pair: one for each input, or several for one.
+    use_activation: false: logits.
+    """
+
+    input: Inputs
+    text_pair: Text | Texts | None = None
+    use_activation: bool | None = Field(None, validation_alias=AliasChoices("use_activation", "activation"))
+
+    @property
+    def pairs(self) -> list[tuple[Prompt, str | None]]:
+        """Each input with its second text, if any."""
+        if self.text_pair is None:
+            return [(one, None) for one in self.input]
+        second = [self.text_pair] if isinstance(self.text_pair, str) else self.text_pair
+        return list(zip(self.input * len(second) if len(self.input) == 1 else self.input, second, strict=True))
+
+    @model_validator(mode="after")
+    def _as_many(self) -> Self:
+        if self.text_pair is None:
+            return self
+        if not all(isinstance(one, str) for one in self.input):
+            raise conflict(
+                "text_pair", "input has token ids and text_pair a second text; give both as token ids, or as texts"
+            )
+        second = 1 if isinstance(self.text_pair, str) else len(self.text_pair)
+        if len(self.input) not in (1, second):
+            raise conflict(
+                "text_pair", f"input has {len(self.input)} entries and text_pair {second}; give one, or as many"
+            )
+        return self
 
 
 class ScoreBody(PooledBody):

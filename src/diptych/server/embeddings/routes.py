@@ -9,21 +9,21 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from diptych.server.embeddings.answer import EmbeddingAnswer, PooledAnswer, RerankAnswer, ScoreAnswer
-from diptych.server.embeddings.body import EmbeddingBody, PooledBody, RerankBody, ScoreBody
+from diptych.server.embeddings.answer import ClassifyAnswer, EmbeddingAnswer, PooledAnswer, RerankAnswer, ScoreAnswer
+from diptych.server.embeddings.body import ClassifyBody, EmbeddingBody, PooledBody, RerankBody, ScoreBody
 from diptych.server.http.answers import JsonAnswer
 from diptych.server.http.door import unless_disconnected
 from diptych.server.http.openapi import body_of, responses
 from diptych.server.jobs import named
 from diptych.server.state import ServerState
 
-BODIES = (EmbeddingBody, RerankBody, ScoreBody)
+BODIES = (EmbeddingBody, RerankBody, ScoreBody, ClassifyBody)
 
 AnyBody = TypeVar("AnyBody", bound=PooledBody)
 
 
 def add_embeddings(app: FastAPI, state: ServerState) -> None:
-    """`/v1/embeddings`, `/v1/rerank` (as `/v2/rerank`, too) and `/v1/score`."""
+    """`/v1/embeddings`, `/v1/rerank` (as `/v2/rerank`, too), `/v1/score` and `/v1/classify`."""
     refusals: dict[str, Any] = {"responses": responses(400, 404, 409, 413, 503)}
 
     @app.post("/v1/embeddings", openapi_extra=body_of(EmbeddingBody), **refusals)
@@ -42,6 +42,11 @@ def add_embeddings(app: FastAPI, state: ServerState) -> None:
     async def score(request: Request) -> Response:
         """How well texts fit each other, pair by pair."""
         return await _answer(state, request, ScoreBody, ScoreAnswer)
+
+    @app.post("/v1/classify", openapi_extra=body_of(ClassifyBody), **refusals)
+    async def classify(request: Request) -> Response:
+        """Which label texts, or pairs of texts, have."""
+        return await _answer(state, request, ClassifyBody, ClassifyAnswer)
 
 
 async def _answer(

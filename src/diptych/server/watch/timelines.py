@@ -14,7 +14,7 @@ SPARE_LOGS = 1024
 # the ids of the prompts of one body: how many of its answers are remembered
 KEPT_GROUPS = 1024
 # what each protocol puts before the client's own id
-ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "embd-", "rerank-", "score-")
+ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_", "embd-", "rerank-", "score-", "classify-")
 
 
 class Timelines:
