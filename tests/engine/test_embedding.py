@@ -332,6 +332,10 @@ def test_refusals_name_what_and_how_many(embedder: Path) -> None:
     writer = LLM("bundled", threads=1, max_context_tokens=256)
     with pytest.raises(RequestError, match="loaded to write"):
         writer.embed("a")
+    with pytest.raises(RequestError, match="loaded to write text, and tells no labels"):
+        writer.classify("a")
+    with pytest.raises(RequestError, match="embeds texts, and gives no labels"):
+        llm.classify("a")
 
 
 def test_report_of_an_embedding_has_one_phase() -> None:

@@ -236,7 +236,11 @@ class LLM:
         pairs: second texts (hypotheses behind a premise): one text with each of them, or as many as texts. A text alone may be
         given as token ids. instruction: put before every text. adapter: the name of a loaded adapter.
         """
-        encoder = self._encoder
+        encoder = self.loaded.encoder
+        if encoder is None:
+            raise RequestError(
+                "this model was loaded to write text, and tells no labels", hint="load one ...ForSequenceClassification"
+            )
         if instruction is not None:
             text("instruction", instruction, RequestError)
         first: list[Text] = prompt_list(texts)  # type: ignore[assignment]
