@@ -299,6 +299,7 @@ def test_classify_is_vllms_with_the_pairs_of_transformers(classifying: ServerPro
         ("classify", {"input": "a", "text_pair": ""}, "text_pair"),
         ("classify", {"input": "a", "use_activation": 1}, "use_activation"),
         ("classify", {"input": "a", "truncate_prompt_tokens": 5}, "a text is never cut"),
+        ("classify", {"messages": [{"role": "user", "content": "a"}], "input": "a"}, "token ids that /tokenize makes"),
         ("classify", {"input": "fox " * 3000}, "at most 200 are read"),
         ("score", {"text_1": "a", "text_2": "b"}, "tells 3 labels apart (entailment, neutral, contradiction)"),
         ("rerank", {"query": "a", "documents": ["b"]}, "send texts to /v1/classify"),

@@ -34,7 +34,7 @@ REFUSED: Mapping[str, Refusal] = {
     "late_chunking": Refusal("every text is read by itself", (False,)),
     "max_chunks_per_doc": Refusal(_NEVER_CUT),
     "max_tokens_per_doc": Refusal(_NEVER_CUT),
-    "messages": Refusal("send texts as input"),
+    "messages": Refusal("send texts as input, or the token ids that /tokenize makes of messages"),
     "mm_processor_kwargs": Refusal("this server reads texts only"),
     "rank_fields": Refusal("documents are texts, or objects with a text"),
     "return_multivector": Refusal("a text has one vector", (False,)),
