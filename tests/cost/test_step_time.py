@@ -67,6 +67,17 @@ def test_decode_steps_alone_do_not_make_prefill_look_free():
     assert model.predict_s(shape_of((Phase.DECODE, 300, 1), (Phase.PREFILL, 0, 512))) > 0.3
 
 
+def test_a_chunk_that_samples_nothing_costs_a_step():
+    """One user's steps all sample one row, and the launch was taken for that row's: chunks of any size took the same time."""
+    true_s, model = machine(FAST), StepTimeModel()
+    for k in range(600):
+        prompt = k % 40 == 0
+        step = shape_of((Phase.PREFILL, 0, 8 + k // 3)) if prompt else shape_of((Phase.DECODE, 100 + k % 40, 1))
+        model.observe(step, true_s(step))
+    chunk = StepShape((ChunkShape(Phase.PREFILL, 16, 0, samples=False),))
+    assert model.estimate_s(chunk) == pytest.approx(true_s(chunk), rel=0.05)
+
+
 def test_a_hiccup_of_the_machine_does_not_spoil_the_estimate():
     """One step in fifty takes thirty times as long because the machine was busy elsewhere."""
     rng = random.Random(3)

@@ -6,9 +6,10 @@
 
 The time is linear in five quantities of the step: 1 (launch), rows (projections), sampled rows (the output head), query-key
 pairs of prefill chunks, and context tokens read by decode chunks. The coefficients are never negative and minimise the
-squared *relative* error over past steps, older ones forgotten at a rate of 1/300 per step, with three safeguards:
+squared *relative* error over past steps, older ones forgotten at a rate of 1/300 per step, with four safeguards:
 
 * a slow imagined machine is mixed in as a few observations, so predictions are too long, not too short, before real ones;
+* what may be the launch's or the sampled rows' is the launch's;
 * a step that took far longer than expected (the machine was busy elsewhere) counts less, by Huber's weight;
 * `predict_s` adds the mean relative error seen so far, starting at 100 %; `estimate_s` does not.
 
@@ -32,6 +33,9 @@ _IMAGINED = (
     ((1.0, 64.0, 64.0, 0.0, 262_144.0), 2.0),
 )
 _IMAGINED_WEIGHT = 0.02
+# one user's steps all sample one row, so nothing tells what a step costs from what a sampled row does; as the row's, a chunk
+# that samples none would cost no step, and chunks of any size the same
+_SAMPLED, _PREFER_LAUNCH = 2, 1e-4
 _FORGET = 1.0 - 1.0 / 300.0
 _HUBER = 0.5  # relative error from which an observation counts less
 _MARGIN_RATE = 0.05
@@ -103,6 +107,7 @@ class StepTimeModel:
         """Solve the normal equations with non-negative coefficients: drop the most negative one and solve again."""
         xx = [[self._xx[i][j] + self._prior_xx[i][j] for j in range(_N)] for i in range(_N)]
         xy = [self._xy[i] + self._prior_xy[i] for i in range(_N)]
+        xx[_SAMPLED][_SAMPLED] *= 1.0 + _PREFER_LAUNCH
         active = list(range(_N))
         while active:
             solution = _solve([[xx[i][j] for j in active] for i in active], [xy[i] for i in active])
