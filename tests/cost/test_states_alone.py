@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 from tests.cost.test_profile import PROFILE
 
+from diptych.cli.inspect import app as inspect
 from diptych.cli.plan import app
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.components import cost_of
 from diptych.cost.kv_bytes import kv_bytes_of_context, kv_bytes_per_token, state_bytes
-from diptych.cost.memory import capacity_of
+from diptych.cost.memory import capacity_of, engine_weight_bytes
 from diptych.cost.planner import Question, make_plan
 from diptych.cost.setup import Setup, setup_of
 from diptych.cost.tables import quant_spec
+from diptych.ground.errors import LoadError
 from diptych.ground.shape import StepShape
 from diptych.models.config import HfConfig
 from diptych.models.read import read_model
@@ -60,6 +62,22 @@ def test_the_page_says_that_no_layer_attends(tmp_path: Path, setup: Setup, capsy
     text = capsys.readouterr().out
     assert "no layer attends" in text
     assert "KV 0 B/token" in text
+
+
+def test_states_are_in_the_memory_of_a_sequence(
+    tmp_path: Path, setup: Setup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were left out, and one row stood there for each KV format and one column for each length, all equal."""
+    with pytest.raises(LoadError, match="0 safetensors files"):  # of a config alone
+        inspect([str(tmp_path), "--hardware", "h100-80gb-sxm"])
+    memory = (
+        capsys.readouterr().out.partition("memory: weights and the states of one sequence")[2].partition("phases")[0]
+    )
+    assert "at any length" in memory
+    (row,) = [line.split() for line in memory.splitlines() if "bf16" in line]
+    weights, whole = engine_weight_bytes(setup.model, "bf16"), float(row[4])
+    assert whole == pytest.approx((weights + state_bytes(setup.model)) / 1e9, abs=0.005)
+    assert whole > float(row[2])
 
 
 def test_a_measured_machine_prices_exponentials() -> None:

@@ -18,6 +18,7 @@ from rich.markup import escape
 from diptych.cli import working
 from diptych.cli.plan_json import dump
 from diptych.cli.tables import amount, duration, page, plain_table
+from diptych.cost.kv_bytes import state_bytes
 from diptych.cost.memory import engine_weight_bytes
 from diptych.cost.parameters import active_parameter_count, kv_bytes_stored, parameter_count
 from diptych.cost.planner import PhasePlan, Question, gpu_notes, make_plan, phase_plan
@@ -181,6 +182,7 @@ def _memory(spec: ModelSpec, weight_bytes: Mapping[str, float]) -> dict[str, Any
             kv: {str(context): kv_bytes_stored(spec, kv_spec(kv), context, is_ours=True) for context in contexts}
             for kv in SHOWN_KV
         },
+        "state_bytes": state_bytes(spec),  # of one sequence, whatever its length
     }
 
 
@@ -339,12 +341,17 @@ def _show_contents(console: Any, contents: Contents) -> None:
 
 
 def _show_memory(console: Any, memory: dict[str, Any]) -> None:
-    contexts = list(next(iter(memory["kv_bytes"].values())))
-    table = plain_table("memory: weights and the KV cache of one sequence", "--weights", "--kv", "weights",
-                        *(f"at {context}" for context in contexts))  # fmt: skip
+    kv_bytes = memory["kv_bytes"]
+    contexts = list(next(iter(kv_bytes.values())))
+    states = memory["state_bytes"]
+    heads, what = [f"at {context}" for context in contexts], "the KV cache and states" if states else "the KV cache"
+    if not any(nbytes for by_context in kv_bytes.values() for nbytes in by_context.values()):  # all rows would be equal
+        kv_bytes, contexts = {"any": next(iter(kv_bytes.values()))}, contexts[:1]
+        heads, what = ["at any length"], "the states"
+    table = plain_table(f"memory: weights and {what} of one sequence", "--weights", "--kv", "weights", *heads)
     for weights, weight_bytes in memory["weight_bytes"].items():
-        for kv, by_context in memory["kv_bytes"].items():
-            cells = (f"{amount(weight_bytes + by_context[context])}B" for context in contexts)
+        for kv, by_context in kv_bytes.items():
+            cells = (f"{amount(weight_bytes + by_context[context] + states)}B" for context in contexts)
             table.add_row(weights, kv, f"{amount(weight_bytes)}B", *cells)
     console.print(table)
 
