@@ -14,7 +14,7 @@ from rich.table import Table
 
 from diptych.cli import options
 from diptych.cli.options import check_writable, console, engine_config, given, loading_bar, refuse_before
-from diptych.cli.tables import page
+from diptych.cli.tables import page, plain_table
 from diptych.cli.written import refuse_unread
 from diptych.compute.runner import random_model
 from diptych.cost.profile import profile_path
@@ -188,9 +188,8 @@ def quality(
     if as_json:
         print(json.dumps([row.as_json() for row in rows]))
         return
-    table = Table(title=escape(f"{model} over {rows[0].tokens:,} tokens of {path.name}"))
-    for column in ("backend", "weights", "KV", "perplexity", "over bf16", "KL to fp32, nats", "same token"):
-        table.add_column(column)
+    columns = ("backend", "weights", "KV", "perplexity", "over bf16", "KL to fp32, nats", "same token")
+    table = plain_table(escape(f"{model} over {rows[0].tokens:,} tokens of {path.name}"), *columns)
     for row in rows:
         table.add_row(
             row.backend,
@@ -201,7 +200,7 @@ def quality(
             f"{row.kl_nats:z.6f}",
             f"{row.same_token:.2%}",
         )
-    page().print(table, soft_wrap=False)
+    page().print(table)
 
 
 def _stage(

@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from diptych.ground.config import numa_nodes
@@ -72,13 +73,19 @@ def parse_list(text: str) -> list[int]:
     return numbers
 
 
+@cache
+def warn_of_sharing(threads: int, n_cpus: int) -> None:
+    """Once in a process: not again for each of the models that are loaded with the same settings."""
+    logger.warning("threads=%d share cpus=%d: all wait for the one whose turn comes last", threads, n_cpus)
+
+
 def choose_cpus(threads: int | None, numa: str, cpus: Sequence[Cpu]) -> Placement:
     """The placement for the settings `threads` and `numa` (see ComputeConfig).
 
-    ConfigError for a node without a CPU that this process may use. More threads than CPUs are not pinned, and a warning.
+    ConfigError for a node without a CPU that this process may use. More threads than CPUs are not pinned, and a warning, once.
     """
     if threads is not None and threads > len(cpus):
-        logger.warning("threads=%d share cpus=%d: all wait for the one whose turn comes last", threads, len(cpus))
+        warn_of_sharing(threads, len(cpus))
     if numa == "off":
         return Placement(threads=threads or len({cpu.core for cpu in cpus}))
     wanted = numa_nodes(numa)
