@@ -46,6 +46,7 @@ class ServerProcess:
     def _url(self) -> str:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
+        self.pages = self.process.stdout.readline() if "http://" in line else ""
         if "http://" not in line:
             self.process.kill()
             raise RuntimeError(f"no server: {line}{self.process.communicate(timeout=10)}")

@@ -30,6 +30,13 @@ from live_page import DRAWN, HASTE, HELLO, frame, needs_browser, step
 from server_process import ServerProcess
 
 
+def test_what_a_server_says_first_names_its_pages(server: ServerProcess, http: httpx.Client) -> None:
+    """Its address alone told nobody that there is a page to chat in."""
+    pages = re.findall(r"http://\S+", server.pages)
+    assert pages == [f"{server.url}/", f"{server.url}/chat"]
+    assert all(http.get(page).headers["content-type"].startswith("text/html") for page in pages)
+
+
 def test_the_page_asks_nothing_of_other_machines(http: httpx.Client) -> None:
     """Self-contained: it must work on a machine without a network, and tell nobody that it is open."""
     folder = resources.files("diptych.server") / "page"

@@ -93,7 +93,9 @@ class _Process:
         keep_collections_short()
         self._engine.start(on_failure=lambda error: loop.call_soon_threadsafe(self._on_failure))
         host, port = listener.getsockname()[:2]
-        print(f"diptych serves {self._state.model.name} at http://{_shown(host)}:{port}", flush=True)
+        url = f"http://{_shown(host)}:{port}"
+        print(f"diptych serves {self._state.model.name} at {url}")  # other programs read the address from its end
+        print(f"pages: {url}/ shows what runs, {url}/chat is to chat in", flush=True)
         await self._server.serve(sockets=[listener])
         self._engine.stop(drain_s=0.0)
         return self._exit_code
