@@ -120,8 +120,8 @@ def test_length_range_reads_its_notation(text, low, high):
 
 @pytest.mark.parametrize("text", ["", ":", "5:", "a:b", "1:2:3", "-1:4", "0:4", "9:3", "1.5", "²", "9" * 5000])
 def test_length_range_refuses_anything_else(text):
-    with pytest.raises(ConfigError):
-        LengthRange.parse(text)
+    with pytest.raises(ConfigError, match=r"--prompt is .*; it must be N or LOW:HIGH"):
+        LengthRange.parse(text, "--prompt")
 
 
 @pytest.mark.parametrize(

@@ -54,11 +54,12 @@ class LengthRange:
         at_least("longest length", self.high, self.low)
 
     @staticmethod
-    def parse(text: str) -> LengthRange:
-        """A range from "64:512", or from "64" for one length. ConfigError for anything else."""
+    def parse(text: str, name: str = "length range") -> LengthRange:
+        """A range from "64:512", or from "64" for one length. ConfigError for anything else, told of `name`: an option's."""
         parts = text.split(":")
-        if len(parts) > 2 or not all(part.isascii() and part.isdigit() and len(part) <= 10 for part in parts):
-            raise ConfigError(f"length range is {shown(text)}; it must be a whole number or LOW:HIGH, as in 64:512")
+        are_numbers = len(parts) <= 2 and all(part.isascii() and part.isdigit() and len(part) <= 10 for part in parts)
+        if not are_numbers or not 1 <= int(parts[0]) <= int(parts[-1]):
+            raise ConfigError(f"{name} is {shown(text)}; it must be N or LOW:HIGH with 1 <= LOW <= HIGH, as in 64:512")
         return LengthRange(low=int(parts[0]), high=int(parts[-1]))
 
     def draw(self, rng: random.Random) -> int:

@@ -85,6 +85,8 @@ def test_compare_puts_models_and_devices_in_one_table(capsys):
     text = run(capsys, "compare", "llama-2-7b,qwen3-8b", "--hardware", "l40s,rtx-4090", "--prompt", "1000")
     for setup in ("llama-2-7b bf16 on l40s", "llama-2-7b bf16 on rtx-4090", "qwen3-8b bf16 on l40s"):
         assert text.partition("in brackets")[0].count(setup) == 1
+    twice = run(capsys, "llama-2-7b,llama-2-7b", "--hardware", "l40s,l40s", "--batch", "1,1,2")
+    assert twice.partition("in brackets")[0].count("llama-2-7b bf16 on l40s") == 2  # each row, and its notes, once
 
 
 def test_a_table_asks_all_its_rows_the_same(capsys, tmp_path):
@@ -120,6 +122,12 @@ def test_a_device_named_twice_is_tried_once(capsys):
     ask = ("--ask", "ttft=1ms,tpot=1ms,rate=1,in=1500,out=200", "--tp", "1", "--weights", "bf16", "--json")
     answer = json.loads(run(capsys, "llama-2-7b", "--devices", "h100,h100-80gb-sxm", *ask))
     assert len(answer["rejected"]) == 1
+
+
+def test_what_no_context_holds_is_refused_once(capsys):
+    """It was a table with one reason for each of 277 setups."""
+    ask = ("--ask", "ttft=1s,tpot=1s,rate=1,in=4000,out=97")
+    assert "are 4097 tokens; llama-2-7b accepts at most 4096" in fails(capsys, "llama-2-7b", *ask)
 
 
 def test_a_device_that_does_not_multiply_so_leaves_the_others(capsys):

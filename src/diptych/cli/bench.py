@@ -94,8 +94,8 @@ def mix(
         raise ConfigError(f"--rate is {rate}; it must be greater than 0")
     spec = WorkloadSpec(
         n_requests=requests,
-        prompt=_span("--prompt-tokens", prompt_tokens),
-        output=_span("--new-tokens", new_tokens),
+        prompt=LengthRange.parse(prompt_tokens, "--prompt-tokens"),
+        output=LengthRange.parse(new_tokens, "--new-tokens"),
         rate_per_s=rate,
         seed=seed,
     )
@@ -135,17 +135,6 @@ def _numbers(name: str, text: str, *, least: int = 1) -> list[int]:
     if not values or min(values) < least:
         raise ConfigError(f"{name} is {text!r}; it must be whole numbers of at least {least}, comma-separated")
     return values
-
-
-def _span(name: str, text: str) -> LengthRange:
-    first, _, last = text.partition(":")
-    try:
-        low, high = int(first), int(last or first)
-    except ValueError:
-        low = high = 0
-    if not 1 <= low <= high:
-        raise ConfigError(f"{name} is {text!r}; it must be LOW:HIGH with 1 <= LOW <= HIGH")
-    return LengthRange(low=low, high=high)
 
 
 def _print_static(report: working.BenchReport) -> None:

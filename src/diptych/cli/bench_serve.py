@@ -18,6 +18,7 @@ from diptych.cli.options import check_writable
 from diptych.ground.config import env_text
 from diptych.ground.errors import ConfigError
 from diptych.lab.load import DEFINITIONS, LoadConfig, SentRequest, run_load, summarize
+from diptych.workload import LengthRange
 
 app = options.command_app()
 
@@ -63,6 +64,10 @@ def serve(
         raise ConfigError(f"endpoint is {endpoint!r}; it must be completions or chat")
     if endpoint == "chat" and vocab_size is not None:
         raise ConfigError("--vocab-size sends token ids, and a chat has texts alone", hint="leave it out")
+    prompt, answer = (
+        LengthRange.parse(prompt_tokens, "--prompt-tokens"),
+        LengthRange.parse(new_tokens, "--new-tokens"),
+    )
     config = LoadConfig(
         url=url,
         model=model,
@@ -71,8 +76,8 @@ def serve(
         requests=requests,
         rate_per_s=rate,
         concurrency=concurrency if rate is None else None,
-        prompt_tokens=_span("prompt-tokens", prompt_tokens),
-        new_tokens=_span("new-tokens", new_tokens),
+        prompt_tokens=(prompt.low, prompt.high),
+        new_tokens=(answer.low, answer.high),
         shared_prefix_tokens=shared_prefix_tokens,
         vocab_size=vocab_size,
         seed=seed,
@@ -99,18 +104,6 @@ def serve(
     if summary["answered"] == 0:
         print("error: no request was answered", file=sys.stderr)
         raise typer.Exit(1)
-
-
-def _span(name: str, text: str) -> tuple[int, int]:
-    """`128` or `64:512` as (low, high)."""
-    first, _, last = text.partition(":")
-    try:
-        low, high = int(first), int(last or first)
-    except ValueError:
-        low = high = 0
-    if not 1 <= low <= high:
-        raise ConfigError(f"{name} is {text!r}; it must be N or LOW:HIGH with 1 <= LOW <= HIGH")
-    return low, high
 
 
 def _run(config: LoadConfig, *, is_quiet: bool) -> list[SentRequest]:

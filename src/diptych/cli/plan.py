@@ -184,7 +184,7 @@ def _batches(options: argparse.Namespace) -> list[int]:
         raise ConfigError(
             f"--batch is {shown(options.batch)}; it must be a number of sequences of at most 10 digits, or several with commas"
         )
-    return [int(part) for part in parts]
+    return list(dict.fromkeys(map(int, parts)))
 
 
 def _prompt_tokens(options: argparse.Namespace, setups: Sequence[Setup]) -> int:
@@ -377,7 +377,8 @@ def _device(hardware: str | None) -> str:
 
 
 def _split(text: str | None, what: str) -> list[str]:
-    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
+    # one that is named twice is one: its row, and its notes, would only be repeated
+    parts = list(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
     if text and not parts:
         raise ConfigError(f"{what} is {text!r}; it must name one at least", hint="several are joined with commas")
     return parts

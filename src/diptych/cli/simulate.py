@@ -266,7 +266,7 @@ def _load(options: argparse.Namespace, kind: str) -> tuple[Load, str]:
     if kind == "trace":
         return _trace(options)
     _count("--requests", options.requests, MAX_REQUESTS)
-    prompt, output = LengthRange.parse(options.prompt), LengthRange.parse(options.output)
+    prompt, output = (LengthRange.parse(getattr(options, name), f"--{name}") for name in ("prompt", "output"))
     lengths = f"prompts of {options.prompt} and answers of {options.output} tokens"
     if kind == "users":
         _count("--users", options.users, MAX_USERS)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -24,6 +24,7 @@ from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import Flag, StepCost
+from diptych.models.spec import ModelSpec
 
 TRIED_TP = (1, 2, 4, 8)
 MAX_INSTANCES = 64
@@ -175,7 +176,12 @@ def _count(text: str, what: str) -> int:
 def size(
     setups: Iterable[Setup], ask: Ask, *, prices: Mapping[str, float], budget_usd_per_hour: float | None = None
 ) -> Answer:
-    """Judge every setup at its smallest sufficient number of instances and pick the cheapest."""
+    """Judge every setup at its smallest sufficient number of instances and pick the cheapest.
+
+    ConfigError where no model of theirs has a context that long: no device would change that.
+    """
+    setups = list(setups)
+    _refuse_beyond_context([setup.model for setup in setups], ask)
     candidates = [candidate for setup in setups for candidate in judge(setup, ask, prices=prices)]
     if budget_usd_per_hour is not None:
         candidates = [_within(candidate, budget_usd_per_hour) for candidate in candidates]
@@ -193,6 +199,16 @@ def size(
         rejected=tuple(c for c in candidates if c.verdict is Judgement.MISSES),
         unmeasured=unmeasured(best or (undecided[0] if undecided else None), ask, prices),
     )
+
+
+def _refuse_beyond_context(models: Sequence[ModelSpec], ask: Ask) -> None:
+    tokens = ask.input_tokens + ask.output_tokens
+    longest = max(models, key=lambda model: model.max_context_tokens, default=None)
+    if longest is not None and tokens > longest.max_context_tokens:
+        raise ConfigError(
+            f"a prompt and its answer are {tokens} tokens; {longest.name} accepts at most {longest.max_context_tokens}",
+            hint="lower in or out of --ask",
+        )
 
 
 def _within(candidate: Candidate, budget: float) -> Candidate:
