@@ -189,9 +189,10 @@ def test_on_another_device_a_request_comes_when_its_software_would_see_it(monkey
     def ttft_s(request_s: float) -> float:
         calibration = replace(setup.calibration, request_s=request_s)
         monkeypatch.setattr(counterfactual, "find_hardware", lambda name, **_: (setup.hardware, calibration))
-        found = Counterfactual(minutes, "only").outcome(Change(kind="device", name="h100-80gb-sxm")).seen
-        assert found.ttft_s is not None
-        return found.ttft_s
+        found = Counterfactual(minutes, "only").outcome(Change(kind="device", name="h100-80gb-sxm"))
+        assert found.seen.ttft_s is not None
+        assert ("its queue has 250 ms between client and scheduler" in found.note) == (request_s > 0.0)
+        return found.seen.ttft_s
 
     assert ttft_s(0.25) == pytest.approx(ttft_s(0.0) + 0.25)
 

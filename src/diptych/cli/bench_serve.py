@@ -31,7 +31,9 @@ def serve(
     endpoint: Annotated[str, typer.Option(help="completions or chat")] = "completions",
     requests: Annotated[int, typer.Option(min=1, help="how many requests")] = 100,
     rate: Annotated[float | None, typer.Option(help="open loop: Poisson arrivals per second")] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="closed loop: requests in flight")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="closed loop: requests in flight (default: 1, without --rate)")
+    ] = None,
     prompt_tokens: Annotated[str, typer.Option(help="N or LOW:HIGH")] = "128",
     new_tokens: Annotated[str, typer.Option(help="N or LOW:HIGH")] = "64",
     shared_prefix_tokens: Annotated[

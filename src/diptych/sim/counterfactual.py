@@ -267,6 +267,8 @@ class Counterfactual:
             software, request_s = there.calibration.name, there.calibration.request_s
             what = f"{there.model.name} {there.quant.name}"
             note = f"{what}, predicted by the planner for {software}; the KV pool and the places as they were"
+            if request_s:  # or its queue is longer there, and nothing says why
+                note += f"; its queue has {request_s * 1e3:.3g} ms between client and scheduler that {software} takes"
         elif kind == "pools":
             link_s, note = _link(minutes)
             seen = _pools(minutes, target, time_s, link_s)
