@@ -250,6 +250,28 @@ def test_a_damaged_entry_is_thrown_away_and_made_again(damage: str, tmp_path: Pa
     assert len(entries(folder)) == 1
 
 
+@pytest.mark.parametrize("found", ["a folder for the file", "an empty folder", "a file", "a link to nothing"])
+def test_what_stands_in_an_entry_s_place_is_thrown_away(found: str, tmp_path: Path, folder: Path) -> None:
+    """It kept the entry from its place, and the model was packed again at each start."""
+    path = make_checkpoint("llama", tmp_path / "model")
+    expected = logits(load(path))
+    (entry,) = entries(folder)
+    shutil.rmtree(entry)
+    if found == "a folder for the file":
+        (entry / WHOLE_FILE / "more").mkdir(parents=True)
+    elif found == "an empty folder":
+        entry.mkdir()
+    elif found == "a file":
+        entry.write_bytes(b"weights")
+    else:
+        entry.symlink_to(tmp_path / "nowhere")
+    assert torch.equal(expected, logits(load(path)))
+    assert entries(folder) == [entry]
+    before = (entry / WHOLE_FILE).stat().st_mtime_ns
+    assert torch.equal(expected, logits(load(path)))
+    assert (entry / WHOLE_FILE).stat().st_mtime_ns == before, "it was written again"
+
+
 @pytest.mark.parametrize("name", ["the largest packed", "model.embed_tokens.weight"])
 @pytest.mark.parametrize("at", [0, 2000, -1])
 def test_each_byte_is_checked_whether_it_is_copied_or_used_in_place(

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -86,6 +87,8 @@ class PackedCache:
         """The entry, mapped; None where there is none. A damaged one is thrown away."""
         entry = self.folder / key
         if not self._has(key):
+            if _holds_nothing(entry):
+                self.drop(key, f"it has no file {WHOLE_FILE}")
             return None
         try:
             found = CachedCheckpoint(entry)
@@ -103,7 +106,11 @@ class PackedCache:
     def drop(self, key: str, why: str) -> None:
         """Throw an entry away."""
         logger.warning("packed weights thrown away entry=%s reason=%s", self.folder / key, why.splitlines()[0])
-        shutil.rmtree(self.folder / key, ignore_errors=True)
+        entry = self.folder / key
+        if entry.is_symlink() or entry.is_file():
+            with suppress(OSError):
+                entry.unlink()
+        shutil.rmtree(entry, ignore_errors=True)
 
     def store(self, key: str, loader: CpuLoader, source: TensorSource, *, is_calibrated: bool = False) -> None:
         """Write what `loader` packed, if that is worth it, while the start goes on: it takes as long as packing did.
@@ -154,6 +161,16 @@ class PackedCache:
                 yield path.stat().st_mtime, sum(sizes), path
             except OSError:  # another process threw it away meanwhile, or it is no folder
                 continue
+
+
+def _holds_nothing(entry: Path) -> bool:
+    """Whether what has an entry's name can never be one, and keeps others from its place; not what this process may not see."""
+    try:
+        return not stat.S_ISREG((entry / WHOLE_FILE).stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return os.path.lexists(entry)
+    except OSError:
+        return False
 
 
 def _is_running(unfinished: Path) -> bool:
