@@ -95,6 +95,26 @@ def test_requests_tokens_and_bytes_are_conserved() -> None:
             assert sum(pool.busy.values()) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("shared", [0, 2048])
+def test_what_was_sent_was_not_found_in_a_cache(shared: int) -> None:
+    """Also where a prompt lost its blocks before a step had it: it was looked up once more, and found what had been sent."""
+    spec = replace(
+        SPEC,
+        n_requests=200,
+        prompt=LengthRange(low=50, high=2500),
+        output=LengthRange(low=1, high=900),
+        rate_per_s=40.0,
+        shared_prefix_tokens=shared,
+    )
+    service = pools(Link(bytes_per_s=1e9, latency_s=0.1), kv_tokens=12_000)
+    report = simulate(service, OpenLoad(spec, shares_prefixes=True))
+    assert report.pools[0].preemptions > 0
+    assert report.n_sent == report.n_complete == spec.n_requests
+    assert report.prefix_query_tokens == report.prompt_tokens
+    assert report.prefix_hit_tokens == report.cached_tokens
+    assert (report.prefix_hit_tokens > 0) == (shared > 0)
+
+
 def test_pools_of_one_device_and_an_endless_link_write_what_one_pool_writes() -> None:
     """The split may move time, never tokens: and nobody waits for keys and values."""
     reader = Pool.of(H100, n_engines=2)

@@ -355,7 +355,8 @@ class Scheduler:
             seq.block_ids.append(entry.block_id)
             seq.serials.append(entry.serial)
         seq.computed_tokens += len(hits) * self.pool.block_tokens  # the peak moves at commit, when the chunk has run
-        if not seq.has_started and len(seq.block_ids) == len(hits):  # what `settle` left it was counted there
+        # what `settle` left it was counted there, also where it has lost its blocks since
+        if not (seq.has_started or seq.peak_computed_tokens):
             self.count_hits(seq, len(hits))
 
     def count_hits(self, seq: Sequence, n_blocks: int) -> None:
