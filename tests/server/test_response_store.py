@@ -112,6 +112,55 @@ def test_what_was_used_longest_ago_goes_first_and_a_conversation_stays_whole(clo
     with_store(run)
 
 
+def test_what_several_servers_keep_in_one_file_is_bounded_together(tmp_path: Path, clock: list[float]) -> None:
+    """Each counted what it had put there itself, and kept as much once more; and what another forgets leaves room."""
+    path = tmp_path / "store"
+    one, other = (ResponseStore(path, max_bytes=MAX_BYTES, ttl_s=100.0) for _ in range(2))
+
+    async def run() -> None:
+        for number in range(20):
+            clock[0] += 1.0
+            store = one if number % 2 else other
+            assert await store.put(response(f"r{number}", size=1500))
+        kept = [number for number in range(20) if await one.get(f"r{number}")]
+        assert kept == [number for number in range(20) if await other.get(f"r{number}")]
+        with sqlite3.connect(path) as reader:
+            [(held,)] = reader.execute("SELECT SUM(bytes) FROM responses")
+        assert 0.8 * MAX_BYTES < held <= MAX_BYTES
+        assert kept == list(range(20 - len(kept), 20)), "what was used longest ago goes first, whoever put it there"
+        for number in kept:
+            assert await other.delete(f"r{number}")
+        for number in kept:
+            assert await one.put(response(f"s{number}", size=1500))
+        assert [bool(await one.get(f"s{number}")) for number in kept] == [True] * len(kept)
+
+    try:
+        asyncio.run(run())
+    finally:
+        one.close()
+        other.close()
+
+
+def test_a_file_of_before_its_database_counted_is_bounded(tmp_path: Path, clock: list[float]) -> None:
+    path = tmp_path / "store"
+
+    async def fill(store: ResponseStore) -> None:
+        for number in range(5):
+            clock[0] += 1.0
+            await store.put(response(f"r{number}", size=1500))
+
+    with_store(fill, path)
+    with sqlite3.connect(path) as before:
+        before.executescript("DROP TRIGGER put; DROP TRIGGER gone; DROP TABLE held;")
+
+    async def go_on(store: ResponseStore) -> None:
+        clock[0] += 1.0
+        assert await store.put(response("large", size=8000))
+        assert [bool(await store.get(f"r{number}")) for number in range(5)] == [False] * 4 + [True]
+
+    with_store(go_on, path)
+
+
 def test_the_end_of_a_response_takes_the_place_of_its_beginning(clock: list[float]) -> None:
     """Also where the end alone is more than may be kept; neither counts for what the other had."""
 

@@ -34,6 +34,16 @@ CREATE TABLE IF NOT EXISTS items (
 CREATE INDEX IF NOT EXISTS items_by_id ON items(id);
 CREATE INDEX IF NOT EXISTS responses_by_use ON responses(used_s);
 """
+# the database itself counts what it holds, as several servers may write to one file
+_COUNT = """
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS held (bytes INTEGER NOT NULL);
+DELETE FROM held;
+INSERT INTO held SELECT COALESCE(SUM(bytes), 0) FROM responses;
+CREATE TRIGGER IF NOT EXISTS put AFTER INSERT ON responses BEGIN UPDATE held SET bytes = bytes + NEW.bytes; END;
+CREATE TRIGGER IF NOT EXISTS gone AFTER DELETE ON responses BEGIN UPDATE held SET bytes = bytes - OLD.bytes; END;
+COMMIT;
+"""
 _TOUCH_S = 1e-4  # between a response and the one before it, which must not go first
 
 Answer = TypeVar("Answer")
@@ -60,8 +70,6 @@ class ResponseStore:
         self._ttl_s = ttl_s
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="diptych-store")
         self._database = _opened(path)
-        [(held,)] = self._database.execute("SELECT COALESCE(SUM(bytes), 0) FROM responses")
-        self._bytes: int = held
 
     def close(self) -> None:
         """Finish what was begun and close the database."""
@@ -85,6 +93,10 @@ class ResponseStore:
             return await self._run(self._delete, response_id)
         except sqlite3.OperationalError as error:
             raise ApiError(500, f"{response_id} cannot be deleted: {error}", code="store_failed") from error
+
+    async def model(self, response_id: str) -> str | None:
+        """The name of the model or adapter that wrote a response; None when there is none of that id."""
+        return await self._run(self._model, response_id)
 
     async def given(self, response_id: str) -> list[dict[str, Any]] | None:
         """The items that a response was given, in order; None when there is none of that id."""
@@ -118,11 +130,20 @@ class ResponseStore:
                 (response.id, response.previous_id, response.body, size, wall_time_s()),
             )
             self._database.executemany("INSERT INTO items VALUES (?, ?, ?, ?, ?)", rows)
-        self._bytes += size
-        while self._bytes > self._max_bytes:
-            [(oldest,)] = self._database.execute("SELECT id FROM responses ORDER BY used_s LIMIT 1")
-            self._delete(oldest)
+            while self._held_bytes() > self._max_bytes:  # nobody else writes until this is done
+                self._database.execute(
+                    "DELETE FROM responses WHERE id = (SELECT id FROM responses ORDER BY used_s LIMIT 1)"
+                )
         return True
+
+    def _held_bytes(self) -> int:
+        [(held,)] = self._database.execute("SELECT bytes FROM held")
+        return int(held)
+
+    def _model(self, response_id: str) -> str | None:
+        wanted = "SELECT json_extract(CAST(body AS TEXT), '$.model') FROM responses WHERE id = ?"
+        rows = self._database.execute(wanted, (response_id,)).fetchall()
+        return rows[0][0] if rows else None
 
     def _get(self, response_id: str) -> bytes | None:
         self._expire()
@@ -131,11 +152,8 @@ class ResponseStore:
         return rows[0][0] if rows else None
 
     def _delete(self, response_id: str) -> bool:
-        rows = self._database.execute("SELECT bytes FROM responses WHERE id = ?", (response_id,)).fetchall()
         with self._database:
-            self._database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
-        self._bytes -= sum(row[0] for row in rows)
-        return bool(rows)
+            return self._database.execute("DELETE FROM responses WHERE id = ?", (response_id,)).rowcount > 0
 
     def _given(self, response_id: str) -> list[dict[str, Any]] | None:
         if self._get(response_id) is None:
@@ -234,7 +252,7 @@ def _opened(path: Path | None) -> sqlite3.Connection:
             database.execute(f"PRAGMA {setting}")
         with suppress(sqlite3.OperationalError):
             database.execute("PRAGMA busy_timeout = 5000")
-        database.executescript(_TABLES)
+        database.executescript(_TABLES + _COUNT)
     except (OSError, sqlite3.Error) as error:
         raise ConfigError(f"the response store {path} cannot be used: {error}", hint=hint) from error
     return database
