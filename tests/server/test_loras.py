@@ -106,6 +106,37 @@ def test_all_protocols_give_the_adapter_s_answer(http_: httpx.Client) -> None:
     assert len(fingerprints) == 1
 
 
+def test_what_goes_on_without_a_model_is_answered_by_who_began(http_: httpx.Client, paths: dict[str, Path]) -> None:
+    """The base model took a conversation over without a word; also where the adapter is gone, which is an error now."""
+
+    def respond(status: int = 200, **body: Any) -> dict[str, Any]:
+        answer = http_.post(
+            "/v1/responses", json={"input": "Go on.", "max_output_tokens": 8, "temperature": 0.0, **body}
+        )
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    load = {"lora_name": "guest", "lora_path": str(paths["poet"])}
+    assert http_.post("/v1/load_lora_adapter", json=load).status_code == 200
+    begun = {name: respond(model=name)["id"] for name in ("guest", "clerk", "diptych-10m")}
+    for name, before in begun.items():
+        named = respond(model=name, previous_response_id=before)
+        left_out = respond(previous_response_id=before)
+        third = respond(previous_response_id=left_out["id"])
+        assert left_out["model"] == third["model"] == name
+        assert left_out["system_fingerprint"] == named["system_fingerprint"]
+        assert [one["content"] for one in left_out["output"]] == [one["content"] for one in named["output"]]
+    assert respond(model="clerk", previous_response_id=begun["guest"])["model"] == "clerk"
+    assert respond()["model"] == "diptych-10m"
+    assert http_.post("/v1/unload_lora_adapter", json={"lora_name": "guest"}).status_code == 200
+    gone = respond(404, previous_response_id=begun["guest"])["error"]
+    assert (gone["code"], gone["param"]) == ("model_not_found", "model")
+    assert "'guest'" in gone["message"]
+    counted = {"input": "Go on.", "previous_response_id": begun["guest"]}
+    assert http_.post("/v1/responses/input_tokens", json=counted).status_code == 404
+    assert respond(400, previous_response_id="resp_none")["error"]["code"] == "previous_response_not_found"
+
+
 def test_cached_prefixes_are_told_by_adapter(http_: httpx.Client) -> None:
     """What the cache holds of a text depends on who read it, also where a client asks before."""
     http_.post("/reset_prefix_cache")

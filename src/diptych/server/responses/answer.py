@@ -7,7 +7,7 @@ import logging
 import sqlite3
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diptych.engine.text.template import RenderedPrompt
@@ -19,7 +19,7 @@ from diptych.server.http.answers import json_bytes
 from diptych.server.http.errors import ApiError, error_body, of_stream
 from diptych.server.http.sse import DONE
 from diptych.server.logprobs import logprobs_json
-from diptych.server.responses.body import ENCRYPTED, ResponsesBody
+from diptych.server.responses.body import ENCRYPTED, ResponsesBody, ResponsesCountBody
 from diptych.server.responses.items import (
     ROOM_TOKENS,
     Item,
@@ -54,6 +54,10 @@ class Responses:
     async def has(self, response_id: str) -> bool:
         """Whether a response of that id is kept or being written, also where only its reader is behind."""
         return response_id in self.open or await self.store.get(response_id) is not None
+
+    async def model_before(self, body: ResponsesBody | ResponsesCountBody) -> str | None:
+        """The name that a body without one asks for: of what wrote the response that it goes on from. None: there is none."""
+        return None if body.previous_response_id is None else await self.store.model(body.previous_response_id)
 
     async def items_before(self, previous_id: str | None, given: list[Item]) -> tuple[list[Item], list[Item]]:
         """(the conversation that `given` goes on from, `given` with its references resolved). Raises ApiError 400."""
@@ -109,6 +113,8 @@ class ResponsesAnswer(TurnShape):
         if body.request_id is not None and await self._shared.has(self.id):
             told = f"request_id is {body.request_id!r}; a response that is stored or being written has it"
             raise ApiError(400, told, param="request_id")
+        if body.model is None:
+            self._asked = replace(self._asked, served=self._generation.served(await self._shared.model_before(body)))
         before, self._given = await self._shared.items_before(body.previous_response_id, given_items(body))
         await self._begin(self._request(before + self._given))
         self._shared.open[self.id] = self

@@ -57,7 +57,7 @@ def _add_creation(app: FastAPI, state: ServerState, shared: Responses) -> None:
     async def response_input_tokens(request: Request) -> Response:
         """How many tokens the prompt of a response has; nothing is generated."""
         body = await state.bodies.read(request, ResponsesCountBody)
-        state.generation.served(body.model)
+        state.generation.served(body.model or await shared.model_before(body))
         before, given = await shared.items_before(body.previous_response_id, given_items(body))
         variables = settings(body, state.reader.template.source)
         rendered = await state.reader.render(
