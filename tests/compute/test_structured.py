@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import random
 import re
 import subprocess
@@ -520,6 +521,44 @@ def test_compile_time_is_bounded(monkeypatch):
             GrammarCompiler(Tokenizer(TOKENIZER, {}, EOS), WIDTH).compile(spec("regex", "slow"))
     finally:
         is_over.set()
+
+
+def test_a_compile_past_its_time_holds_up_no_other(monkeypatch):
+    """Two of them had both threads for good, and every new grammar was refused as one that takes too long."""
+    is_over, slow_threads, compiles = threading.Event(), [], structured._compile
+
+    def compile_or_wait(tokenizer, grammar):
+        if '"slow' not in grammar():
+            return compiles(tokenizer, grammar)
+        slow_threads.append(threading.current_thread())
+        is_over.wait(60)
+        raise GrammarError("slow")
+
+    monkeypatch.setattr(structured, "_compile", compile_or_wait)
+    compiler = GrammarCompiler(Tokenizer(TOKENIZER, {}, EOS), WIDTH)
+    assert compiler.compile(spec("grammar", 'start: "known"'))
+    monkeypatch.setattr(structured, "MAX_COMPILE_S", 0.2)
+    try:
+        for number in range(structured._MAX_LEFT):
+            with pytest.raises(GrammarError, match="took more than"):
+                compiler.compile(spec("grammar", f'start: "slow{number}"'))
+            if number + 1 < structured._MAX_LEFT:
+                monkeypatch.setattr(structured, "MAX_COMPILE_S", 60.0)
+                assert compiler.compile(spec("grammar", f'start: "quick{number}"')).begin()
+                monkeypatch.setattr(structured, "MAX_COMPILE_S", 0.2)
+        if sys.platform == "linux":
+            assert {os.getpriority(os.PRIO_PROCESS, one.native_id) for one in slow_threads} == {19}
+            assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < 19
+        with pytest.raises(GrammarError, match="4 others that took more than"):
+            compiler.compile(spec("grammar", 'start: "one more"'))
+        assert compiler.compile(spec("grammar", 'start: "known"'))
+    finally:
+        is_over.set()
+    for one in slow_threads:
+        one.join(60)
+    monkeypatch.setattr(structured, "MAX_COMPILE_S", 60.0)
+    assert compiler.compile(spec("grammar", 'start: "one more"'))
+    compiler.close()
 
 
 def test_tokenizer_that_does_not_fit_the_model_is_refused():

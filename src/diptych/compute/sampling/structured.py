@@ -23,7 +23,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -33,6 +32,7 @@ import llguidance
 import numpy as np
 import tokenizers
 
+from diptych.compute.sampling.deep_threads import DeepThreads
 from diptych.compute.sampling.json_schema import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, holdable
 from diptych.compute.sampling.lark_terminals import check_terminals
 from diptych.compute.sampling.schema_numbers import check_multiples, check_numbers
@@ -45,6 +45,7 @@ COMPILE_STACK_BYTES = 128 << 20  # llguidance goes down a chain of rules on the 
 KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 
 _MAX_CACHED = 256
+_MAX_LEFT = 4  # compiles past their time, which nothing can end
 _QUICK_TOKENS = 16_384  # a mask over so few takes 5 to 15 us, and 30 by another thread
 # Whitespace between JSON tokens is free but bounded: an unbounded run is where weak models get lost.
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\t]{0,32}"}
@@ -125,20 +126,6 @@ def _ll_tokenizer(vocabulary: Vocabulary, vocab_size: int) -> llguidance.LLToken
     return made
 
 
-def _deep_pool(n_workers: int, name: str) -> ThreadPoolExecutor:
-    """Threads with COMPILE_STACK_BYTES, of which only what is used takes memory; a stack that overflows ends the process."""
-    pool = ThreadPoolExecutor(max_workers=n_workers, thread_name_prefix=name)
-    begun = threading.Barrier(n_workers + 1)
-    before = threading.stack_size(COMPILE_STACK_BYTES)  # of all threads that are begun meanwhile
-    try:
-        for _ in range(n_workers):
-            pool.submit(begun.wait)
-        begun.wait()
-    finally:
-        threading.stack_size(before)
-    return pool
-
-
 class GrammarCompiler:
     """Compiles and caches grammars for one tokenizer. Safe to use from several threads.
 
@@ -154,7 +141,7 @@ class GrammarCompiler:
         self._cache: OrderedDict[StructuredSpec, CompiledGrammar] = OrderedDict()
         # grammars of open requests stay known however many others were compiled since
         self._in_use: WeakValueDictionary[StructuredSpec, CompiledGrammar] = WeakValueDictionary()
-        self._compile_pool: ThreadPoolExecutor | None = None
+        self._compiles = DeepThreads(at_once=2, stack_bytes=COMPILE_STACK_BYTES, name="grammar-compile")
         self._mask_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-mask")
 
     def compile(self, spec: StructuredSpec) -> CompiledGrammar:
@@ -187,14 +174,15 @@ class GrammarCompiler:
         if spec.reasoning is not None:
             grammar = partial(_after_reasoning, grammar, spec.reasoning, self._vocabulary)
         tokenizer = self._ll_tokenizer()  # about a second for a large vocabulary, once; not the client's time
-        with self._tokenizer_lock:
-            if self._compile_pool is None:
-                self._compile_pool = _deep_pool(2, "grammar-compile")
-            job = self._compile_pool.submit(_compile, tokenizer, grammar)
+        if self._compiles.n_left >= _MAX_LEFT:
+            raise GrammarError(
+                f"{spec.kind} is not compiled now: {_MAX_LEFT} others that took more than {MAX_COMPILE_S:g} s still are",
+                hint="try again later; grammars that are in use are known",
+                param=spec.kind,
+            )
         try:
-            return job.result(timeout=MAX_COMPILE_S)
-        except FutureTimeoutError:
-            job.cancel()
+            return self._compiles.run(partial(_compile, tokenizer, grammar), timeout_s=MAX_COMPILE_S)
+        except TimeoutError:
             raise GrammarError(
                 f"{spec.kind} took more than {MAX_COMPILE_S:g} s to compile", hint="simplify it", param=spec.kind
             ) from None
@@ -206,9 +194,7 @@ class GrammarCompiler:
             self._cache.popitem(last=False)
 
     def close(self) -> None:
-        """End the worker threads."""
-        if self._compile_pool is not None:
-            self._compile_pool.shutdown(wait=False, cancel_futures=True)
+        """End the masks' thread."""
         self._mask_pool.shutdown(wait=False, cancel_futures=True)
 
     def _ll_tokenizer(self) -> llguidance.LLTokenizer:
