@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from server_process import ServerProcess, check_account, events_of
 
@@ -63,3 +64,32 @@ def test_a_prompt_alone_has_an_account_without_output(http: httpx.Client, stream
         assert (one["predicted_n"], one["diptych"]["answer_n"]) == (0, 0)
     single = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 0, "echo": True}).json()
     check_account(single)
+
+
+def test_metrics_count_no_token_where_none_was_asked_for(server: ServerProcess, http: httpx.Client) -> None:
+    """The engine writes one, which nobody gets: it was counted as handed out, with a time to it."""
+    names = (
+        "diptych_output_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:request_generation_tokens_sum",
+        "vllm:request_max_num_generation_tokens_sum",
+        "vllm:request_params_max_tokens_sum",
+        "diptych_ttft_seconds_count",
+        "diptych_requests_total",
+    )
+
+    def told() -> list[float]:
+        found = dict.fromkeys(names, 0.0)
+        for family in text_string_to_metric_families(server.wait_idle()):
+            for sample in family.samples:
+                if sample.name in found:
+                    found[sample.name] += sample.value
+        return list(found.values())
+
+    before = told()
+    alone = {"prompt": [PROMPT, PROMPT], "max_tokens": 0, "echo": True, "logprobs": 1, "n": 2}
+    assert http.post("/v1/completions", json=alone).json()["usage"]["completion_tokens"] == 0
+    after = told()
+    assert after == [*before[:-1], before[-1] + 2]
+    assert http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1, "echo": True}).status_code == 200
+    assert told() == [*(one + 1 for one in after)]

@@ -55,11 +55,14 @@ class CompletionAnswer:
     def __init__(self, generation: Generation, body: CompletionBody, *, arrival_s: float) -> None:
         self._generation = generation
         self._body = body
-        self._asked = asked(generation, body, prefix="cmpl-", arrival_s=arrival_s, constraint=constraint_field(body))
-        self._created = int(wall_time_s())
-        self._echoes: list[str] = []
         # lm-eval asks for no output at all, only for the prompt's log-probabilities
         self._is_prompt_only = body.asked_tokens[0] == 0 and bool(body.echo)
+        self._asked = replace(
+            asked(generation, body, prefix="cmpl-", arrival_s=arrival_s, constraint=constraint_field(body)),
+            is_prompt_alone=self._is_prompt_only,
+        )
+        self._created = int(wall_time_s())
+        self._echoes: list[str] = []
         self.opened: list[OpenedRequest] = []
         self._steps: WatchedSteps | None = None
 
