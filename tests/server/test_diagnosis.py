@@ -164,6 +164,20 @@ def test_a_stream_older_than_the_window_is_judged() -> None:
     assert "nothing to judge" in text_of(diagnose(idle))
 
 
+def test_percentiles_say_that_they_are_estimates_and_one_value_is_what_it_is() -> None:
+    """Of one request whose queue and prefill took 36.7 ms the median was 30.0, the middle of its bucket."""
+    text = metrics(time_to_first_token_seconds=(0.0367, 1))
+    alone = diagnose(read_scrape(text))
+    assert [alone.numbers[f"ttft_s.p{share}"] for share in (50, 95, 99)] == pytest.approx([0.0367] * 3)
+    assert "estimates" not in text_of(alone)
+    several = diagnose(read_scrape(metrics(time_to_first_token_seconds=(0.0367, 2))))
+    assert "percentiles are estimates" in text_of(several)
+    window = read_scrape(metrics(time_to_first_token_seconds=(0.0367, 3)))
+    assert window.since(read_scrape(metrics(time_to_first_token_seconds=(0.05, 2)))).histograms["ttft_s"].quantile(
+        0.5
+    ) == pytest.approx(3 * 0.0367 - 2 * 0.05)
+
+
 def test_a_window_looks_at_what_happened_in_it() -> None:
     before = read_scrape(metrics(**{**BASE, "request_queue_time_seconds": (1.5, 100)}))
     after = read_scrape(

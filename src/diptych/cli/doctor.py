@@ -93,6 +93,8 @@ def text_of(diagnosis: Diagnosis) -> str:
         value = numbers.get(name)
         if value is not None:
             lines.append(f"  {label:<30}{_shown(value, unit):>12}")
+    if seen[0] != 1 or numbers["itl_s.p50"] is not None:  # one value alone is exact
+        lines.append("  (percentiles are estimates, within the buckets that the server counts in; means are exact)")
     for about, title in ABOUT:
         found = [one for one in diagnosis.findings if one.about == about]
         lines.append(f"{title}: {'nothing stands out' if not found else ', then '.join(one.cause for one in found)}")

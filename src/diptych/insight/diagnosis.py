@@ -70,9 +70,11 @@ class Histogram:
         return self.total / self.n_values if self.n_values > 0 else None
 
     def quantile(self, share: float) -> float | None:
-        """Linear inside a bucket, as Prometheus does; the last finite edge for values beyond it."""
+        """Linear inside a bucket, as Prometheus does; the last finite edge for values beyond it. One value is its sum."""
         if self.n_values <= 0:
             return None
+        if self.n_values == 1:
+            return self.total
         wanted, below, low = share * self.n_values, 0.0, 0.0
         for edge, count in zip(self.edges, self.counts, strict=True):
             if count >= wanted and count > below:

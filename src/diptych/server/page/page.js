@@ -172,7 +172,9 @@ function redraw() {
   drawDistribution(el("ttft-chart"), frame.ttft_s, "prefill");
   drawDistribution(el("itl-chart"), frame.itl_s, "decode");
   [["ttft", frame.ttft_s], ["itl", frame.itl_s]].forEach(([name, distribution], place) => {
-    const shares = (of) => [0.5, 0.95, 0.99].map((share) => milliseconds(quantile(of, share)));
+    // estimates, within the bars of the chart
+    const about = (found) => (found === null ? "" : "≈ ") + milliseconds(found);
+    const shares = (of) => [0.5, 0.95, 0.99].map((share) => about(quantile(of, share)));
     const [p50, p95, p99] = shares(distribution);
     const n = measured(distribution);
     el(`${name}-text`).textContent = n === 0 ? "" : `p50 ${p50} · p95 ${p95} · p99 ${p99} · ${short(n)} measured`;
