@@ -99,6 +99,7 @@ class Loop:
 
         self.prices = DraftPrices(counted)
         self.batch = batch
+        self.shape = StepShape([ChunkShape(Phase.DECODE, 1, 100, True) for _ in range(batch)])
         self.estimates = [self.prices.begin("scripted") for _ in range(batch)]
         self.tokens, self.seconds, self.n_guessed = 0, 0.0, 0
 
@@ -108,16 +109,16 @@ class Loop:
         return self
 
     def step(self) -> None:
-        shape = StepShape([ChunkShape(Phase.DECODE, 1, 100, True) for _ in range(self.batch)])
         depths, right = [0] * self.batch, [0] * self.batch
         is_due = self.prices.is_due(self.batch)
         if is_due:
             self.n_guessed += self.batch
             guesses = [(estimate, MOST_DEPTH, 1) for estimate in self.estimates]
-            depths = self.prices.choose(guesses, shape=shape, most_rows=128, limit_s=None)
+            depths = self.prices.choose(guesses, shape=self.shape, most_rows=128, limit_s=None)
             right = [self.n_right() for _ in range(self.batch)]
-        step_s = self.real_s(shape.with_drafts(depths))
-        self.prices.observe(shape.with_drafts(depths), step_s)
+        drafted = self.shape.with_drafts(depths)
+        step_s = self.real_s(drafted)
+        self.prices.observe(drafted, step_s)
         self.seconds += step_s
         for i, estimate in enumerate(self.estimates):
             kept = min(depths[i], right[i])
@@ -134,8 +135,7 @@ class Loop:
 
     @property
     def gain(self) -> float:
-        plain_s = self.real_s(StepShape([ChunkShape(Phase.DECODE, 1, 100, True) for _ in range(self.batch)]))
-        return self.tokens / self.seconds * plain_s / self.batch
+        return self.tokens / self.seconds * self.real_s(self.shape) / self.batch
 
 
 def flat(shape) -> float:

@@ -92,7 +92,8 @@ class World:
 
     def step(self) -> None:
         places = self.places
-        shape = StepShape([ChunkShape(Phase.DECODE, 1, one.start, True) for one in places])
+        chunks = [ChunkShape(Phase.DECODE, 1, one.start, True) for one in places]
+        shape = StepShape.tokens(chunks, sum(one.start + 1 for one in places))
         limits = {"shape": shape, "most_rows": 128, "limit_s": None}
         depths = [0] * self.batch
         if self.prices.is_due(self.batch) or any(one.at_hand for one in places):
@@ -100,7 +101,8 @@ class World:
         wanted = self.prices.ask([[(own, MOST_DEPTH, 0) for own in one.estimates] for one in places], **limits)
         self.asked.append(sum(n for _, n in wanted))
         self.by.append({number for number, n in wanted if n})
-        step_s = flat(shape.with_drafts(depths)) + self.tap_s * bool(self.by[-1])
+        drafted = shape.with_drafts(depths)
+        step_s = flat(drafted) + self.tap_s * bool(self.by[-1])
         drafting_s = 0.0
         for number in self.by[-1]:
             own = [n if by == number else 0 for by, n in wanted]
@@ -109,7 +111,7 @@ class World:
                 draft_s += self.read_s * sum(one.start + 1 - one.read for one, n in zip(places, own, strict=True) if n)
             self.prices.observe_drafting(shape, own, draft_s, n_read=len(places), drafter=number)
             drafting_s += draft_s
-        self.prices.observe(shape.with_drafts(depths), step_s)
+        self.prices.observe(drafted, step_s)
         self.seconds += step_s + drafting_s
         self.longest_s = max(self.longest_s, step_s + drafting_s)
         kept_tokens = 0

@@ -268,7 +268,8 @@ class CalibratedModel:
         has_fp4 = "fp4" in hardware.flops_per_s
         of_adapters = rows_dtype(quant.compute)  # which meet the rows of the weights beside them
         # in a dtype of the cache's own only where that was measured: a share of another's peak says nothing of it
-        kv = self.kv if self.kv.name in c.attention_ef_of else replace(self.kv, compute=None)
+        is_measured = self.kv.compute is None or self.kv.name in c.attention_ef_of
+        kv = self.kv if is_measured else replace(self.kv, compute=None)
         attention_rate = attention_peak(hardware, quant, kv) * c.attention_fraction(kv.name)
         adapter_share = c.adapter_fraction(compute_dtype(hardware, of_adapters))
         # on this machine states move on in fp32; devices with a product of matrices multiply chunks of them
@@ -276,7 +277,6 @@ class CalibratedModel:
         activations = c.activations_rate(bandwidth)
         adapter_width = adapter_bytes(quant, is_ours=self.calibration.is_local)
         cache, near_share = self.calibration.cache, self.cached_share
-        near_rate = bandwidth * c.kv_eb if cache is None or cache.kv_eb is None else cache.bytes_per_s * cache.kv_eb
         link = link_rate(hardware, self.tp * self.layout.dp) * c.link_fraction
         layout, parts = self.layout, self.layout.parts
         exchange_row_s, exchanges = self._exchange(link)
@@ -291,6 +291,10 @@ class CalibratedModel:
                 )
                 for window, kv_bytes, pair_flops, absorbed in units.windows
             )
+
+        windows = near_windows = windows_at(bandwidth * c.kv_eb)
+        if cache is not None and cache.kv_eb is not None:
+            near_windows = windows_at(cache.bytes_per_s * cache.kv_eb)
 
         def weights_s(n_bytes: float, weights: str, mix: tuple[Stored, ...] = ()) -> float:
             if mix:
@@ -317,8 +321,8 @@ class CalibratedModel:
             / parts,
             head_weights_s=weights_s(units.head_bytes, units.head_class),
             head_row_s=units.head_row_flops * head_flop_s / parts,
-            windows=windows_at(bandwidth * c.kv_eb),
-            near_windows=windows_at(near_rate),
+            windows=windows,
+            near_windows=near_windows,
             cached_row_s=units.expand_flops * flop_s / parts,
             link_base_s=(units.all_reduces + exchanges) * self._meeting_s(c) + (layout.pp > 1) * layout.pp * HOP_S,
             link_row_s=units.row_link_bytes * self._sent(c) / link / parts + exchange_row_s,

@@ -9,6 +9,7 @@ Draft j holds where it and all before it are right: with the chance c_j, which f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain, islice, repeat
 
 MOST_DEPTH = 16  # drafts of one sequence and step
 N_CONFIDENCES = 3  # how sure a drafter is of a guess, in its own scale from 0: each learned apart
@@ -53,8 +54,8 @@ class Acceptance:
         """The chance of each of n drafts to be kept: falling, and cut where it is hopeless."""
         chances: list[float] = []
         chance, rates = 1.0, self._rates[confidence]
-        for j in range(n):
-            chance *= rates[j] if j < len(rates) else _deeper(rates)
+        for rate in islice(chain(rates, repeat(_deeper(rates))), n):
+            chance *= rate
             if chance < LEAST_CHANCE:
                 break
             chances.append(chance)
