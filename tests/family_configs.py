@@ -488,3 +488,17 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     **LATENT_MORE,
     **PARTS_MORE,
 }  # fmt: skip
+
+# Of these a third layer is of a kind that the first two are not, or layers are made of blocks of which more are asked for.
+OF_THREE_LAYERS = (
+    "mllama", "gemma3n", "gemma4-e2b", "cohere2", "llama4", "minicpm3", "dots1", "zamba2", "zamba", "zamba2-7b",
+    "recurrent_gemma", "falcon_mamba", "mamba", "mamba2", "granite_swa", "lfm3", "kimi_linear", "bailing_hybrid",
+    "falcon_h1", "falcon-h1-plain", "falcon-h1-normed", "nemotron_h", "nemotron-3", "nemotron-3-super",
+    "nemotron-nas", "muse_spark", "step3p7", "laguna", "laguna-m", "lfm2_moe", "glm_moe_dsa", "hy_v4", "glm5_next",
+    "mistral_large4", "deepseek_v4",
+)  # fmt: skip
+
+
+def fewest_layers(family: str) -> int:
+    """Layers of one of `MORE_FAMILIES` that show all kinds it has (`test_a_third_layer_is_as_one_of_the_two`)."""
+    return 3 if family in OF_THREE_LAYERS else 2

@@ -14,6 +14,7 @@ from diptych.compute.ops.cpu.kernels import instruction_sets
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.models.read import load_model_file
+from family_configs import fewest_layers
 from worlds import KERNEL_SETS, after_prefix_hit, alone, beside, differing, prompt
 
 pytestmark = [
@@ -24,14 +25,6 @@ pytestmark = [
 CONFIG = ComputeConfig(backend="cpu", threads=1)
 FORMATS = [("bf16", "bf16"), ("int8", "bf16"), ("int4", "bf16"), ("bf16", "int8")]
 N_TOKENS = 75
-# Of these a third layer is of a kind that the first two are not, or layers are made of blocks of which more are asked for.
-OF_THREE_LAYERS = (
-    "mllama", "gemma3n", "gemma4-e2b", "cohere2", "llama4", "minicpm3", "dots1", "zamba2", "zamba", "zamba2-7b",
-    "recurrent_gemma", "falcon_mamba", "mamba", "mamba2", "granite_swa", "lfm3", "kimi_linear", "bailing_hybrid",
-    "falcon_h1", "falcon-h1-plain", "falcon-h1-normed", "nemotron_h", "nemotron-3", "nemotron-3-super",
-    "nemotron-nas", "muse_spark", "step3p7", "laguna", "laguna-m", "lfm2_moe", "glm_moe_dsa", "hy_v4", "glm5_next",
-    "mistral_large4", "deepseek_v4",
-)  # fmt: skip
 # more than two softmax tiles of 256 keys, with a tile edge inside a chunk
 N_LONG = 530
 
@@ -73,8 +66,7 @@ def test_cut_of_the_work_changes_no_bit(directories: dict[str, Path], family: st
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_cut_changes_no_bit_of_other_families(family: str, weights: str, kv: str, tmp_path: Path) -> None:
     """What these have of their own is a sum, too: centred norms, groups of experts, sinks, latents."""
-    n_layers = 3 if family in OF_THREE_LAYERS else 2
-    path = make_checkpoint(family, tmp_path, num_hidden_layers=n_layers, dtype=torch.bfloat16)
+    path = make_checkpoint(family, tmp_path, num_hidden_layers=fewest_layers(family), dtype=torch.bfloat16)
     model = load_model(path, replace(CONFIG, weights=weights, kv=kv))
     tokens = prompt(43)
     whole = alone(model, tokens, None)
@@ -87,7 +79,7 @@ def test_cut_changes_no_bit_of_other_families(family: str, weights: str, kv: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family in MORE_FAMILIES if family not in OF_THREE_LAYERS])
+@pytest.mark.parametrize("family", [family for family in MORE_FAMILIES if fewest_layers(family) == 2])
 def test_a_third_layer_is_as_one_of_the_two(family: str, tmp_path: Path) -> None:
     """So that two show above what three would."""
     two, three = (
