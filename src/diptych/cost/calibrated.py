@@ -283,13 +283,8 @@ class CalibratedModel:
 
         def windows_at(kv_rate: float) -> _Windows:
             return tuple(
-                (
-                    window,
-                    kv_bytes / kv_rate / parts,
-                    pair_flops / attention_rate / parts,
-                    absorbed / attention_rate / parts,
-                )
-                for window, kv_bytes, pair_flops, absorbed in units.windows
+                (window, kv_bytes / kv_rate / parts, pairs / attention_rate / parts, absorbed / attention_rate / parts)
+                for window, kv_bytes, pairs, absorbed in units.windows
             )
 
         windows = near_windows = windows_at(bandwidth * c.kv_eb)
