@@ -265,7 +265,7 @@ def test_linked_processes_answer_as_one_and_end_as_one() -> None:
 @pytest.mark.parametrize("is_idle", [False, True], ids=["in a step", "idle"])
 def test_a_linked_rank_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch, is_idle: bool) -> None:
     """It closes nothing, so no system tells of it: a step waited for it three times as long as it takes to know."""
-    monkeypatch.setattr(linked, "LOST_S", 2.0)
+    monkeypatch.setattr(linked, "LOST_S", 3.0)
     address = free_address()
     other = other_rank(1, 2, address)
     llm = LLM("bundled", tp=2, tp_address=address, threads=1, backend="cpu", max_context_tokens=512)
