@@ -143,7 +143,7 @@ def _with_some_head(source: Source, spec: ModelSpec) -> ModelSpec:
     """Of a model without an output projection, the embedding stands where it would be and nobody draws from it."""
     if spec.has_head and (prefix_of(source, spec) or spec.is_tied or source.has(head_name(source, spec))):
         return spec
-    logger.info("the checkpoint has no output projection: it gives embeddings or scores, and writes no text")
+    logger.info("the checkpoint has no output projection: it gives embeddings, scores or labels, and writes no text")
     return replace(spec, is_tied=True, has_head=False)
 
 
