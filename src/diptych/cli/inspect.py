@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def facts_of(name: str, hardware: str) -> dict[str, Any]:
         "refusal_hint": None if refused is None else refused.hint,
         "words": None if path is None else _words(path),
         "memory": _memory(spec, {weights: _weight_bytes(spec, weights, path, held) for weights in formats}),
-        **_phases(name, spec, hardware, formats, held, _planner(path, spec)),
+        **_phases(name, path, spec, hardware, formats, held),
     }
 
 
@@ -195,22 +195,13 @@ def _quant(weights: str, held: working.Held | None) -> QuantSpec:
     return replace(quant, weight_bytes=dense, expert_weight_bytes=mean_bytes(held.experts) if held.experts else None)
 
 
-def _planner(path: Path | None, spec: ModelSpec) -> Callable[[Setup, Question], tuple[PhasePlan, PhasePlan | None]]:
-    """Plans both phases of a question; of a model that writes nothing there is one, and it draws no token."""
-    if spec.has_head:
-
-        def both(setup: Setup, question: Question) -> tuple[PhasePlan, PhasePlan | None]:
-            plan = make_plan(setup, question)
-            return plan.prefill, plan.decode
-
-        return both
-    both_ways = path is not None and sees_both_ways(_config(path))
-
-    def reading(setup: Setup, question: Question) -> tuple[PhasePlan, PhasePlan | None]:
-        chunk = ChunkShape(Phase.PREFILL, question.prompt_tokens, 0, samples=False, both_ways=both_ways)
-        return phase_plan(setup, StepShape((chunk,))), None
-
-    return reading
+def _plans(setup: Setup, question: Question, *, both_ways: bool) -> tuple[PhasePlan, PhasePlan | None]:
+    """Both phases of a question; of a model that writes nothing there is one, and it draws no token."""
+    if setup.model.has_head:
+        plan = make_plan(setup, question)
+        return plan.prefill, plan.decode
+    chunk = ChunkShape(Phase.PREFILL, question.prompt_tokens, 0, samples=False, both_ways=both_ways)
+    return phase_plan(setup, StepShape((chunk,))), None
 
 
 def _config(path: Path) -> HfConfig:
@@ -222,12 +213,7 @@ def _config(path: Path) -> HfConfig:
 
 
 def _phases(
-    name: str,
-    spec: ModelSpec,
-    hardware: str,
-    formats: Sequence[str],
-    held: working.Held | None,
-    plans_of: Callable[[Setup, Question], tuple[PhasePlan, PhasePlan | None]],
+    name: str, path: Path | None, spec: ModelSpec, hardware: str, formats: Sequence[str], held: working.Held | None
 ) -> dict[str, Any]:
     try:
         device, calibration = find_hardware(hardware)
@@ -242,13 +228,15 @@ def _phases(
         QUESTION, prompt_tokens=min(QUESTION.prompt_tokens, half), output_tokens=min(QUESTION.output_tokens, half)
     )
 
+    both_ways = not spec.has_head and path is not None and sees_both_ways(_config(path))
+
     def phases_of(quant: QuantSpec) -> dict[str, Any] | None:
         """None where the device does not multiply in it, or nobody measured how fast."""
         try:
             if not multiplies_in(device, quant.compute):
                 return None
             setup = Setup(model=spec, hardware=device, quant=quant, kv=kv_spec("bf16"), tp=1, calibration=calibration)
-            return _phase_facts(*plans_of(setup, question))
+            return _phase_facts(*_plans(setup, question, both_ways=both_ways))
         except NoRate:
             return None
 

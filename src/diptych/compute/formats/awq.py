@@ -103,11 +103,7 @@ def _gemv_fast(raw: RawTensors, prefix: str, shape: tuple[int, int], group: int)
     """qweight int16 [n / 4, k], scales and qzeros [8 W, n], of which the first G are meant; value = scale * code + qzeros."""
     n, k = shape
     weight, scales, minima = (f"{prefix}.{name}" for name in _AWQ_NAMES)
-    if n % FAST_ROWS or k % FAST_INPUTS:
-        raise LoadError(
-            f"{prefix} is {n} by {k}; in the layout gemv_fast {FAST_ROWS} rows and {FAST_INPUTS} inputs share their words",
-            hint=CONTRADICTION,
-        )
+    _require_tiles(prefix, shape, "gemv_fast", FAST_ROWS, FAST_INPUTS)
     rows, groups = PER_WORD * _zero_words(k, group), k // group
     require(raw, weight, (n // FAST_ROWS, k), "I16")
     for name in (scales, minima):
@@ -127,15 +123,20 @@ def _gemv_fast(raw: RawTensors, prefix: str, shape: tuple[int, int], group: int)
     return CodedMatrix(prefix, shape, 4, "awq-gemv-fast-4", codes, parts, all_bytes(raw, prefix))
 
 
+def _require_tiles(prefix: str, shape: tuple[int, int], layout: str, rows: int, inputs: int) -> None:
+    n, k = shape
+    if n % rows or k % inputs:
+        raise LoadError(
+            f"{prefix} is {n} by {k}; in the layout {layout} {rows} rows and {inputs} inputs share their words",
+            hint=CONTRADICTION,
+        )
+
+
 def _marlin(raw: RawTensors, prefix: str, shape: tuple[int, int], group: int) -> CodedMatrix:
     """qweight [k / 16, 2 n], scales [G, n]."""
     n, k = shape
     weight, scales, _ = (f"{prefix}.{name}" for name in _AWQ_NAMES)
-    if n % MARLIN_ROWS or k % MARLIN_INPUTS:
-        raise LoadError(
-            f"{prefix} is {n} by {k}; in the layout marlin {MARLIN_ROWS} rows and {MARLIN_INPUTS} inputs share their words",
-            hint=CONTRADICTION,
-        )
+    _require_tiles(prefix, shape, "marlin", MARLIN_ROWS, MARLIN_INPUTS)
     require(raw, weight, (k // MARLIN_INPUTS, 2 * n), "I32")
     require(raw, scales, (k // group, n), *FLOATS)
 
