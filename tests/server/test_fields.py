@@ -158,6 +158,9 @@ F = {"type": "function", "function": {"name": "f"}}
 NO_TOOL, NO_MODE = {"allowed_tools": {"mode": "auto", "tools": []}}, {"allowed_tools": {"mode": "none", "tools": [F]}}
 USE = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
 FUNCTION = {"type": "function", "name": "f", "parameters": {}}
+SPACE = {"type": "namespace", "name": "n.m", "description": "for all", "tools": [FUNCTION]}
+MANY = {**SPACE, "name": "m", "tools": [{**FUNCTION, "name": f"f{i}"} for i in range(65)]}
+CLEAR, TURNS = {"type": "clear_thinking_20251015"}, {"type": "thinking_turns", "value": 1}
 
 
 @pytest.mark.parametrize(
@@ -176,7 +179,16 @@ FUNCTION = {"type": "function", "name": "f", "parameters": {}}
         (ResponsesBody, {"input": "Hi", "tools": [{**FUNCTION, "defer_loading": True}]}, "tools[0].defer_loading"),
         (ResponsesBody, {"input": "Hi", "tools": [{**FUNCTION, "output_schema": {}}]}, "tools[0].output_schema"),
         (ResponsesBody, {"input": "Hi", "tools": [{**FUNCTION, "parameters": {"x": math.nan}}]}, "tools[0].parameters"),
-        (ResponsesBody, {"input": [ASK, {**CALL, "namespace": "n"}]}, "input[1].namespace"),
+        (ResponsesBody, {"input": "Hi", "tools": [{"type": "web_search"}]}, "tools[0]"),
+        (ResponsesBody, {"input": "Hi", "tools": [SPACE, SPACE]}, "tools"),
+        (ResponsesBody, {"input": "Hi", "tools": [{**SPACE, "tools": [{"type": "custom"}]}]}, "tools[0].tools[0]"),
+        (ResponsesBody, {"input": "Hi", "tools": [{**SPACE, "tools": []}]}, "tools[0].tools"),
+        (ResponsesBody, {"input": "Hi", "tools": [MANY, {**MANY, "name": "n"}]}, "tools"),
+        (
+            ResponsesBody,
+            {"input": "Hi", "tools": [SPACE], "tool_choice": {"type": "function", "name": "f"}},
+            "tool_choice",
+        ),
         (ResponsesBody, {"input": "Hi", "reasoning": {"mode": "pro"}}, "reasoning.mode"),
         (ResponsesBody, {"input": "Hi", "reasoning": {"context": "all_turns"}}, "reasoning.context"),
         (ResponsesBody, {"input": "Hi", "prompt_cache_options": {"prewarm": True}}, "prompt_cache_options.prewarm"),
@@ -186,6 +198,8 @@ FUNCTION = {"type": "function", "name": "f", "parameters": {}}
             {**MESSAGE, "thinking": {"type": "adaptive", "block_binding": {"a": 1}}},
             "thinking.block_binding",
         ),
+        (MessagesBody, {**MESSAGE, "context_management": {"edits": [CLEAR]}}, "context_management"),
+        (MessagesBody, {**MESSAGE, "context_management": {"edits": [{**CLEAR, "keep": TURNS}]}}, "context_management"),
         (
             MessagesBody,
             {"max_tokens": 1, "messages": [{**ASK, "clear_at": "next_user_message"}]},
@@ -227,6 +241,9 @@ def test_values_within_a_body_that_ask_for_nothing_are_taken() -> None:
     body = parse(json.dumps({"input": [ASK, call], "tools": [tool]}).encode(), ResponsesBody)
     assert body.tools[0].model_dump(exclude_none=True) == FUNCTION
     assert "async_" not in body.input[1].model_dump()
+    for keep in ("all", {"type": "all"}):  # as Claude Code asks
+        asked = {"context_management": {"edits": [{**CLEAR, "keep": keep}]}}
+        assert "context_management" not in parse(json.dumps(MESSAGE | asked).encode(), MessagesBody).ignored_fields
 
 
 def test_a_refusal_of_before_is_shown_to_the_model() -> None:

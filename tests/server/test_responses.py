@@ -256,6 +256,58 @@ def test_only_allowed_tools_are_shown(http: httpx.Client) -> None:
     assert answer["usage"]["input_tokens"] == alone["input_tokens"]
 
 
+def test_functions_of_a_namespace_are_called_by_both_names_and_come_back_apart(http: httpx.Client) -> None:
+    """As coding agents offer their own tools and those of MCP servers."""
+    space = {
+        "type": "namespace",
+        "name": "clock",
+        "description": "Times.",
+        "tools": [TOOL, {**TOOL, "name": "set_time"}],
+    }
+    ask = {"input": "What time is it in Rome?", "tools": [TOOL, space], "parallel_tool_calls": False, "temperature": 0}
+    forced = {"tool_choice": {"type": "function", "name": "clock.set_time"}}
+    called = http.post("/v1/responses", json=ask | forced).json()
+    call = called["output"][-1]
+    assert (call["type"], call["namespace"], call["name"]) == ("function_call", "clock", "set_time")
+    assert json.loads(call["arguments"])["city"] in ("Rome", "Oslo")
+    assert called["tools"][1]["name"] == "clock"
+    assert [tool["name"] for tool in called["tools"][1]["tools"]] == ["get_time", "set_time"]
+    events = events_of(http.post("/v1/responses", json={**ask, **forced, "stream": True}).text)
+    added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    assert (added[-1]["namespace"], added[-1]["name"]) == ("clock", "set_time")
+    other = http.post("/v1/responses", json=ask | {"tool_choice": {"type": "function", "name": "get_time"}}).json()
+    assert "namespace" not in other["output"][-1]
+
+    # shown to the model as functions of chats, and so is a call that comes back
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "12:00"}
+    functions = [
+        {"name": name, "description": description, "parameters": TOOL["parameters"]}
+        for name, description in (
+            ("get_time", TOOL["description"]),
+            ("clock.get_time", f"clock: Times.\n\n{TOOL['description']}"),
+            ("clock.set_time", TOOL["description"]),
+        )
+    ]
+    made = {"name": "clock.set_time", "arguments": call["arguments"]}
+    chat = {
+        "messages": [
+            {"role": "user", "content": ask["input"]},
+            {"role": "assistant", "content": "", "tool_calls": [{"id": call["call_id"], "type": "function", "function": made}]},
+            {"role": "tool", "tool_call_id": call["call_id"], "content": "12:00"},
+        ],
+        "tools": [{"type": "function", "function": function} for function in functions],
+    }  # fmt: skip
+    counts = [
+        http.post("/v1/responses/input_tokens", json={"tools": ask["tools"], **one}).json()["input_tokens"]
+        for one in (
+            {"input": [{"role": "user", "content": ask["input"]}, *called["output"], result]},
+            {"input": [result], "previous_response_id": called["id"]},
+        )
+    ]
+    counts.append(http.post("/v1/chat/completions/input_tokens", json=chat).json()["input_tokens"])
+    assert len(set(counts)) == 1
+
+
 def test_truncation_drops_the_oldest_items_and_says_so() -> None:
     options = ("--max-context-tokens", "256", "--kv-memory-bytes", "16777216")
     with ServerProcess(*options) as process, process.client() as http:
@@ -370,7 +422,7 @@ def test_an_agent_of_openai_agents_calls_a_tool_and_answers(server: ServerProces
 
 def test_parts_make_items_in_their_order() -> None:
     """Text behind a call is an item of its own, and log-probabilities stay with the message they belong to."""
-    items = OutputItems(encodes_reasoning=True)
+    items = OutputItems(encodes_reasoning=True, namespaces={})
     entry = {"token": "x", "logprob": -1.0, "bytes": [120], "top_logprobs": []}
     pushed = (
         ([ThinkingPart("a")], [entry]), ([], [entry]), ([TextPart("b"), ToolCallDelta(index=0, id="1", name="f")], [entry]),

@@ -42,7 +42,8 @@ def add_page(app: FastAPI, state: ServerState) -> None:
 
     parts = {f"/page/{file.name}": file.name for file in folder.iterdir() if file.name.endswith((".css", ".js"))}
     for path, name in (PAGES | parts).items():
-        app.add_api_route(path, file_route(name), include_in_schema=False)
+        # HEAD: agents ask so whether there is a server
+        app.add_api_route(path, file_route(name), methods=["GET", "HEAD"], include_in_schema=False)
 
     @app.get("/live", include_in_schema=False)
     async def live() -> Response:

@@ -279,10 +279,13 @@ class StructuredOutputs(Body):
         return self
 
 
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")]
+
+
 class FunctionSpec(Body):
     """A function the model may call; `parameters` is a JSON schema."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")
+    name: ToolName
     description: str | None = Field(None, max_length=65536)
     parameters: JsonSchema = None
     strict: bool | None = None

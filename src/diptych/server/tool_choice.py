@@ -29,10 +29,11 @@ class NamedToolChoice(Body):
         return self.function.name
 
 
-class FunctionChoice(FunctionName):
-    """One function, as Responses name it."""
+class FunctionChoice(Body):
+    """One function, as Responses name it; one in a namespace as `namespace.name`."""
 
     type: Literal["function"]
+    name: str = Field(min_length=1, max_length=129)
 
 
 class AllowedNames(Body):

@@ -25,6 +25,7 @@ import jinja2
 from diptych.engine.text.control import ControlTokens
 from diptych.engine.text.dialect import Dialect, find_dialect
 from diptych.engine.text.sandbox import Marked, RenderedPiece, TemplateSandbox
+from diptych.engine.text.system_messages import SYSTEM_ROLES, SystemPlaces, are_plain, find_places, placed
 from diptych.engine.text.tokenizer import Tokenizer, read_json_object
 from diptych.ground.bounds import entries, shown
 from diptych.ground.errors import LoadError, TemplateError
@@ -36,7 +37,6 @@ _TEXT_PARTS = ("text", "input_text")
 # beginnings of types of parts that no engine here reads, as OpenAI's clients, Anthropic's and `transformers` have them
 _NO_TEXT = ("image", "audio", "video", "file", "input_image", "input_audio", "input_video", "input_file", "document")
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-_SYSTEM_ROLES = ("system", "developer")
 
 # For a model without a template: plain and readable, no special tokens but what each text begins with.
 DEFAULT_TEMPLATE_WORDS = (
@@ -109,6 +109,18 @@ class ChatTemplate:
         return find_dialect(render, "\n".join(self._sources.values()))
 
     @cached_property
+    def system_places(self) -> SystemPlaces:
+        """Which system messages it shows; some renderings, once, where a conversation has others than a first one."""
+        template = self._template(has_tools=False)
+
+        def render(messages: Sequence[Mapping[str, Any]]) -> str:
+            variables = {**self._tokenizer.special_tokens_map, "messages": [self._worded(one) for one in messages]}
+            rest = {"tools": None, "documents": None, "add_generation_prompt": True}
+            return "".join(piece.text for piece in self._sandbox.pieces(template, {**variables, **rest}))
+
+        return find_places(render, names_developer=self.names("developer"))
+
+    @cached_property
     def wants_parts(self) -> bool:
         """Whether it prints a text only as a part of a list, as templates for pictures do; a text alone would be lost."""
         template = self._template(has_tools=False)
@@ -165,7 +177,8 @@ class ChatTemplate:
         if not given:
             raise TemplateError("messages has 0 entries; at least 1 is needed", param="messages")
         try:
-            messages = [self._worded(self._spoken(_plain_message(one, i))) for i, one in enumerate(given)]
+            read = [self._joined(self._spoken(_plain_message(one, i))) for i, one in enumerate(given)]
+            messages = [self._worded(one) for one in (read if are_plain(read) else placed(read, self.system_places))]
             tools, documents, kwargs = plain(tools), plain(documents), plain(kwargs)
         except RecursionError:
             raise TemplateError("messages, tools or chat_template_kwargs are nested too deeply") from None
@@ -215,16 +228,19 @@ class ChatTemplate:
                 function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
         return message
 
-    def _worded(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message whose text is where this template looks for it, parts of it joined as a server joins them."""
+    @staticmethod
+    def _joined(message: dict[str, Any]) -> dict[str, Any]:
+        """A message with its text in one piece, parts of it joined as a server joins them."""
         content = message.get("content")
         if isinstance(content, list) and content and all(map(_is_text, content)):
-            content = "".join(part["text"] for part in content)
-        if isinstance(content, str):
-            content = [{"type": "text", "text": content}] if self.wants_parts else content
-            message = {**message, "content": content}
-        if message.get("role") == "developer" and not self.names("developer"):
-            message = {**message, "role": "system"}
+            return {**message, "content": "".join(part["text"] for part in content)}
+        return message
+
+    def _worded(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message whose text is where this template looks for it."""
+        content = message.get("content")
+        if isinstance(content, str) and self.wants_parts:
+            message = {**message, "content": [{"type": "text", "text": content}]}
         return dict(message)
 
     def _template(self, *, has_tools: bool) -> jinja2.Template:
@@ -374,7 +390,7 @@ def segment_names(messages: Sequence[Mapping[str, Any]]) -> list[str]:
     turn = 0
     for i, message in enumerate(messages):
         role = str(message.get("role", "message"))
-        if role in _SYSTEM_ROLES:
+        if role in SYSTEM_ROLES:
             names.append("system")
             continue
         turn += role == "user" or turn == 0

@@ -18,12 +18,19 @@ from diptych.server.http.fields import Refusal
 from diptych.server.schema import MAX_MESSAGES, JsonSchema, SamplingBody, Stop, TemplateVariables, Whole
 
 _HERE = "nothing runs here but the model; run it yourself, and send what it gave as a tool_result"
+# ways to say that nothing is to be cleared
+_KEEPING_ALL = (
+    {"edits": []},
+    *({"edits": [{"type": "clear_thinking_20251015", "keep": keep}]} for keep in ("all", {"type": "all"})),
+)
 
 REFUSED: Mapping[str, Refusal] = {
     **REFUSED_BY_ALL,
     "compaction": Refusal("nothing is summarised here; leave out what the model need not see"),
     "container": Refusal(_HERE),
-    "context_management": Refusal("a conversation is never cut here; leave out what the model need not see"),
+    "context_management": Refusal(
+        "a conversation is never cut here; leave out what the model need not see", _KEEPING_ALL
+    ),
     "diagnostics": Refusal("what the cache held is in usage; /apply-template shows it part by part"),
     "fallback_credit_token": Refusal("there is one model here"),
     "fallbacks": Refusal("there is one model here"),

@@ -95,7 +95,7 @@ class ResponsesAnswer(TurnShape):
         self._created = int(wall_time_s())
         self._given: list[Item] = []
         self._n_dropped = 0
-        self._output = OutputItems(encodes_reasoning=ENCRYPTED in (body.include or ()))
+        self._output = OutputItems(encodes_reasoning=ENCRYPTED in (body.include or ()), namespaces=body.namespaces)
         self._error: ApiError | None = None
         self._is_stored = body.is_stored
         self._sequence = 0

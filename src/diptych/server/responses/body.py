@@ -25,6 +25,7 @@ from diptych.server.schema import (
     SamplingBody,
     Stop,
     TemplateVariables,
+    ToolName,
     User,
     Whole,
     bounded,
@@ -130,11 +131,11 @@ class DirectCaller(Body):
 
 
 class CallItem(Item):
-    """What a call and its result may have. Tools stand in no namespaces."""
+    """What a call and its result may have."""
 
     call_id: ItemId
     caller: DirectCaller | None = None
-    namespace: None = None
+    namespace: str | None = Field(None, min_length=1, max_length=64)
 
 
 class FunctionCallItem(CallItem):
@@ -222,8 +223,43 @@ class FunctionTool(FunctionSpec):
     def _is_function(cls, value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
         if isinstance(kind, str) and kind != "function":
-            raise ValueError(f"has the type {kind[:100]!r}; only functions can be offered, which the client runs")
+            hint = '; in Codex: web_search = "disabled"' if kind.startswith("web_search") else ""
+            told = "only functions and namespaces of them can be offered, which the client runs"
+            raise ValueError(f"has the type {kind[:100]!r}; {told}{hint}")
         return value
+
+
+class NamespaceTool(Body):
+    """Functions under a name of their own, which the model is shown as functions called `namespace.name`."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = Field(None, max_length=65536)
+    tools: Annotated[list[FunctionTool], StopAtFirst()] = Field(min_length=1, max_length=MAX_TOOLS)
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """Its functions as the model is shown them; the first one tells what all of them are for."""
+        made = [tool.model_copy(update={"name": shown_name(self.name, tool.name)}) for tool in self.tools]
+        if self.description:
+            told = f"{self.name}: {self.description}"
+            made[0].description = f"{told}\n\n{made[0].description}" if made[0].description else told
+        return made
+
+
+def shown_name(namespace: str | None, name: str) -> str:
+    """By which the model calls a function."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+def _branch_of_tool(value: object) -> str:
+    return "~namespace" if branch_of_type(value) == "~namespace" else "~function"
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("~function")] | Annotated[NamespaceTool, Tag("~namespace")],
+    Discriminator(_branch_of_tool),
+]
 
 
 class TextFormat(Body):
@@ -282,7 +318,7 @@ class ResponsesCountBody(SamplingBody):
     input: str | Annotated[list[InputItem], StopAtFirst(), Field(max_length=MAX_MESSAGES)] | None = None
     instructions: str | None = None
     previous_response_id: ItemId | None = None
-    tools: Annotated[list[FunctionTool], StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
+    tools: Annotated[list[Tool], StopAtFirst()] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextParam | None = None
@@ -293,15 +329,33 @@ class ResponsesCountBody(SamplingBody):
 
     @model_validator(mode="after")
     def _tools_agree(self) -> Self:
-        chosen(self.tool_choice).check([tool.name for tool in self.tools or ()])
+        names = [tool.name for tool in self.functions]
+        chosen(self.tool_choice).check(names)
+        if len(names) > MAX_TOOLS:
+            raise conflict("tools", f"tools has {len(names)} functions in all; at most {MAX_TOOLS} are allowed")
+        twice = next((name for name in self.namespaces if names.count(name) > 1), None)
+        if twice is not None:
+            raise conflict("tools", f"tools has two functions that the model would call {twice!r}")
         if not self.input and self.previous_response_id is None:
             raise conflict("input", "input is missing; it is required without previous_response_id")
         return self
 
     @property
+    def functions(self) -> list[FunctionTool]:
+        """All functions among the tools, by the names that the model calls them."""
+        groups = (tool.functions if isinstance(tool, NamespaceTool) else [tool] for tool in self.tools or ())
+        return [function for group in groups for function in group]
+
+    @property
+    def namespaces(self) -> dict[str, tuple[str, str]]:
+        """(namespace, name) of a function by the name that the model calls it, of those in a namespace."""
+        spaces = [tool for tool in self.tools or () if isinstance(tool, NamespaceTool)]
+        return {shown_name(space.name, tool.name): (space.name, tool.name) for space in spaces for tool in space.tools}
+
+    @property
     def offered(self) -> list[FunctionTool]:
-        """The tools that the model is shown."""
-        return chosen(self.tool_choice).of(self.tools or [])
+        """The functions that the model is shown."""
+        return chosen(self.tool_choice).of(self.functions)
 
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"

@@ -15,6 +15,7 @@ from diptych.server.responses.body import (
     FunctionTool,
     ResponsesCountBody,
     decoded_reasoning,
+    shown_name,
 )
 from diptych.server.template_settings import effort_settings, verbosity_settings
 from diptych.server.tool_choice import chosen
@@ -104,7 +105,7 @@ def structured(body: ResponsesCountBody) -> StructuredSpec | None:
 def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
     """Items as the messages that templates know: reasoning, text and calls that follow each other are one turn."""
     made: list[dict[str, Any]] = []
-    names = {item["call_id"]: item["name"] for item in items if item["type"] == "function_call"}
+    names = {item["call_id"]: _name_of(item) for item in items if item["type"] == "function_call"}
     for item in items:
         last = made[-1] if made and made[-1]["role"] == "assistant" else None
         match item["type"]:
@@ -114,12 +115,12 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
                 if last is None:
                     last = {"role": "assistant", "content": ""}
                     made.append(last)
-                function = {"name": item["name"], "arguments": object_or_text(item["arguments"])}
+                function = {"name": _name_of(item), "arguments": object_or_text(item["arguments"])}
                 call = {"id": item["call_id"], "type": "function", "function": function}
                 last.setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 result = {"role": "tool", "tool_call_id": item["call_id"], "content": text_of(item["output"])}
-                name = names.get(item["call_id"], item.get("name"))
+                name = names.get(item["call_id"], _name_of(item))
                 made.append(result if name is None else {**result, "name": name})
             case "message" if item["role"] == "assistant" and last is not None and not last["content"]:
                 last["content"] = text_of(item["content"])
@@ -127,6 +128,12 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
                 role = "system" if item["role"] == "developer" else item["role"]
                 made.append({"role": role, "content": text_of(item["content"])})
     return made
+
+
+def _name_of(item: Item) -> str | None:
+    """Of the function that a call or its result names, as the model is shown it."""
+    name = item.get("name")
+    return None if name is None else shown_name(item.get("namespace"), name)
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]]) -> str:

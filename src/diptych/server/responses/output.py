@@ -8,7 +8,7 @@ items.items
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import from_json
@@ -34,12 +34,14 @@ _PARTS = {
 class OutputItems:
     """A part goes on with the open item, or ends it and begins the next.
 
-    encodes_reasoning: reasoning items carry what brings them back with the next request.
+    encodes_reasoning: reasoning items carry what brings them back with the next request. namespaces: (namespace, name) of the
+    functions that the model calls otherwise.
     """
 
-    def __init__(self, *, encodes_reasoning: bool) -> None:
+    def __init__(self, *, encodes_reasoning: bool, namespaces: Mapping[str, tuple[str, str]]) -> None:
         self.items: list[Item] = []
         self._encodes_reasoning = encodes_reasoning
+        self._namespaces = namespaces
         self._pieces: list[str] = []
         self._call: int | None = None  # of the open item, when it is a call
         self._logprobs = Fragments()
@@ -58,7 +60,7 @@ class OutputItems:
                     self._held = []
                     yield self._text(text)
                 case ToolCallDelta():
-                    head = {"call_id": part.id or "", "name": part.name or "", "arguments": ""}
+                    head = {"call_id": part.id or "", **self._function(part.name or ""), "arguments": ""}
                     yield from self._go_on("function_call", head, call=part.index)
                     self._held = []
                     if part.arguments:
@@ -74,6 +76,10 @@ class OutputItems:
     def done(self) -> list[Item]:
         """Items that are over."""
         return [item for item in self.items if item["status"] != "in_progress"]
+
+    def _function(self, shown: str) -> dict[str, str]:
+        namespace, name = self._namespaces.get(shown, (None, shown))
+        return {"name": name} if namespace is None else {"name": name, "namespace": namespace}
 
     def _go_on(self, kind: str, head: dict[str, Any], *, call: int | None = None) -> Iterator[Event]:
         if self.items and self.items[-1]["type"] == kind and self._call == call:
