@@ -14,7 +14,14 @@ from text.small_tokenizers import byte_level_json
 
 NAMES = {"bos_token": "<|begin|>", "eos_token": "<|im_end|>"}
 FILES = {path.stem: path.read_text() for path in (Path(__file__).parents[2] / "data" / "templates").glob("*.jinja")}
-SOURCES = {**FILES, **templates.ALL}
+# Gemma 2's way
+KNOWS_NONE = """\
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+    {{- '<' + message.role + '>' + message.content }}
+{%- endfor %}"""
+SOURCES = {**FILES, **templates.ALL, "knows none": KNOWS_NONE}
 # as a coding agent begins, and goes on: rules twice, and what it is told meanwhile
 RULES, MORE, MEANWHILE = ({"role": "system", "content": text} for text in ("Be kind.", "Be short.", "A file changed."))
 ASK, ANSWER, AGAIN = (
@@ -65,4 +72,7 @@ def test_what_no_template_would_show_is_said_by_the_user_and_roles_alternate_as_
     assert placed([unread, MEANWHILE], first_alone) == [unread, moved], "what is no text is not added to"
     assert placed([RULES, MORE, ASK, MEANWHILE], SystemPlaces(several=True, later=False)) == [RULES, MORE, said]
     assert placed([RULES, MORE, ASK, MEANWHILE], SystemPlaces(several=False, later=True)) == [one, ASK, MEANWHILE]
+    none = SystemPlaces(first=False, several=False, later=False)
+    asked = {"role": "user", "content": "Be kind.\n\nBe short.\n\nHi\n\nA file changed."}
+    assert placed([RULES, MORE, ASK, MEANWHILE, ANSWER], none) == [asked, ANSWER]
     assert [RULES["content"], ASK["content"]] == ["Be kind.", "Hi"], "what was given stays as it was"

@@ -1,4 +1,4 @@
-"""System messages for chat templates that know one at the beginning alone, and refuse or lose all others.
+"""System messages for chat templates that know none, or one at the beginning alone, and refuse or lose all others.
 
 Agents send several, and some in the middle of a conversation. What such a template would not show stands where it was, in
 other words: several at the beginning become one, and a later one becomes part of what the user says.
@@ -21,8 +21,9 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemPlaces:
-    """What a template shows: several system messages at the beginning; one behind other messages; one called developer's."""
+    """What a template shows: one system message at the beginning, several there, one behind others, one called developer's."""
 
+    first: bool = True
     several: bool
     later: bool
     developer: bool = False
@@ -46,16 +47,16 @@ def find_places(render: Callable[[Sequence[Message]], str], *, names_developer: 
     # some count who speaks in turns, a system message among them
     middles = ((ask, second), (ask, answer, ask, second), (ask, second, answer, ask), (ask, answer, second, ask))
     return SystemPlaces(
+        first=shows(first, ask),
         several=shows(first, second, ask),
         later=all(shows(first, *middle) for middle in middles),
         developer=names_developer and shows(_message("developer", _FIRST), ask),
     )
 
 
-def are_plain(messages: Sequence[Message]) -> bool:
-    """Whether there is at most one system message, called so, and it is the first."""
-    is_first = not any(message.get("role") in SYSTEM_ROLES for message in messages[1:])
-    return is_first and messages[0].get("role") != "developer"
+def has_any(messages: Sequence[Message]) -> bool:
+    """Whether there is a system message."""
+    return any(message.get("role") in SYSTEM_ROLES for message in messages)
 
 
 def placed(messages: Sequence[Message], places: SystemPlaces) -> list[dict[str, Any]]:
@@ -70,11 +71,11 @@ def placed(messages: Sequence[Message], places: SystemPlaces) -> list[dict[str, 
         if message.get("role") == "developer" and not places.developer:
             message = {**message, "role": "system"}
         is_beginning = is_beginning and is_system
-        moves = is_system and not is_beginning and not places.later
+        moves = is_system and not (places.first if is_beginning else places.later)
         joins = (
-            (moves and made[-1].get("role") == "user")
+            (moves and made[-1:] and made[-1].get("role") == "user")
             or (is_moved and message.get("role") == "user")
-            or (is_beginning and bool(made) and not places.several)
+            or (is_beginning and made and not places.several)
         )
         if joins and _is_text(made[-1]) and _is_text(message):
             made[-1]["content"] += _BETWEEN + message["content"]

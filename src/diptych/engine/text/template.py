@@ -25,7 +25,7 @@ import jinja2
 from diptych.engine.text.control import ControlTokens
 from diptych.engine.text.dialect import Dialect, find_dialect
 from diptych.engine.text.sandbox import Marked, RenderedPiece, TemplateSandbox
-from diptych.engine.text.system_messages import SYSTEM_ROLES, SystemPlaces, are_plain, find_places, placed
+from diptych.engine.text.system_messages import SYSTEM_ROLES, SystemPlaces, find_places, has_any, placed
 from diptych.engine.text.tokenizer import Tokenizer, read_json_object
 from diptych.ground.bounds import entries, shown
 from diptych.ground.errors import LoadError, TemplateError
@@ -110,7 +110,7 @@ class ChatTemplate:
 
     @cached_property
     def system_places(self) -> SystemPlaces:
-        """Which system messages it shows; some renderings, once, where a conversation has others than a first one."""
+        """Which system messages it shows; some renderings, once."""
         template = self._template(has_tools=False)
 
         def render(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -178,7 +178,7 @@ class ChatTemplate:
             raise TemplateError("messages has 0 entries; at least 1 is needed", param="messages")
         try:
             read = [self._joined(self._spoken(_plain_message(one, i))) for i, one in enumerate(given)]
-            messages = [self._worded(one) for one in (read if are_plain(read) else placed(read, self.system_places))]
+            messages = [self._worded(one) for one in (placed(read, self.system_places) if has_any(read) else read)]
             tools, documents, kwargs = plain(tools), plain(documents), plain(kwargs)
         except RecursionError:
             raise TemplateError("messages, tools or chat_template_kwargs are nested too deeply") from None
