@@ -18,9 +18,10 @@ quiet_ray(is_local=True)
 import ray  # noqa: E402  # reads its environment when it is imported
 
 from diptych.cluster import rays  # noqa: E402
+from diptych.cluster.process import WorkerProcess  # noqa: E402
 
 
-class FailingProcess(rays._Actor):
+class FailingProcess(WorkerProcess):
     def __init__(self, *arguments: Any) -> None:
         has_failed = Path(os.environ["DIPTYCH_TEST_FAILED"])
         if ray.get_runtime_context().was_current_actor_reconstructed and not has_failed.exists():

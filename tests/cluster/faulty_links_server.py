@@ -20,6 +20,7 @@ from diptych.ground.config import quiet_ray
 quiet_ray(is_local=True)
 from diptych.cluster import rays  # noqa: E402  # ray reads its environment when it is imported
 from diptych.cluster.messages import Done, Parcel, Read, ToWorker  # noqa: E402
+from diptych.cluster.process import WorkerProcess  # noqa: E402
 from diptych.cluster.slots import Mapped  # noqa: E402
 from diptych.cluster.worker import Worker  # noqa: E402
 
@@ -57,7 +58,7 @@ def becomes(fault: str, message: ToWorker, rng: random.Random) -> list[tuple[flo
     return faults.get(fault, lambda: [(0, message)])()
 
 
-class FaultyProcess(rays._Actor):
+class FaultyProcess(WorkerProcess):
     """A worker whose messages to others go wrong, and are many: two blocks to a parcel."""
 
     rng = random.Random(5)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from diptych.cluster.pool_config import OnCores, PoolConfig, PoolPlace, crowding
+from diptych.cluster.process import with_memory
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.errors import ConfigError
@@ -76,11 +77,10 @@ def test_what_is_said_of_nobody_is_refused() -> None:
 
 def test_memory_is_divided_where_it_is_shared() -> None:
     """Workers of one machine share its memory; a GPU is one worker's, and the machine's memory says nothing of it."""
-    rays = importlib.import_module("diptych.cluster.rays")
     one, on_gpu = EngineConfig(), EngineConfig(compute=ComputeConfig(device="cuda"))
-    assert rays.with_memory(one, 1) is one
-    assert rays.with_memory(on_gpu, 2) is on_gpu
-    half, quarter = (rays.with_memory(one, share).kv_memory_bytes for share in (2, 4))
+    assert with_memory(one, 1) is one
+    assert with_memory(on_gpu, 2) is on_gpu
+    half, quarter = (with_memory(one, share).kv_memory_bytes for share in (2, 4))
     assert 1.8 < half / quarter < 2.2
 
 

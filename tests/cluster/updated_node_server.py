@@ -17,9 +17,10 @@ quiet_ray(is_local=True)
 import ray  # noqa: E402  # reads its environment when it is imported
 
 from diptych.cluster import rays  # noqa: E402
+from diptych.cluster.process import WorkerProcess  # noqa: E402
 
 
-class UpdatedProcess(rays._Actor):
+class UpdatedProcess(WorkerProcess):
     def hello(self) -> rays.Hello:
         said = super().hello()
         if not ray.get_runtime_context().was_current_actor_reconstructed:

@@ -1,4 +1,5 @@
-"""The cluster on Ray: a worker is an actor, and what they say to each other are calls of Ray. Only here is ray imported.
+"""The cluster on Ray: a worker is an actor (`cluster.process`), and what they say to each other are calls of Ray. Only
+here is ray imported.
 
 Ray places the actors, sees when one dies, starts it again, and carries what is sent: keys and values in its object store and
 its transfer between nodes, and on a node the word where they lie (`cluster.slots`). Actors rather than Ray Serve: the HTTP
@@ -13,7 +14,6 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,45 +22,31 @@ from typing import Any
 
 import psutil
 import ray
-import torch
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
-from diptych.cluster.autoscale import Autoscaler, probe
+from diptych.cluster.autoscale import Autoscaler
 from diptych.cluster.core import ClusterCore
-from diptych.cluster.link import DoorLink, InOrder
-from diptych.cluster.messages import Batch, Facts, Hello, ModelCard, ToWorker
+from diptych.cluster.link import DoorLink
+from diptych.cluster.messages import Hello
 from diptych.cluster.pool_config import OnCores, PoolConfig, crowding
-from diptych.cluster.runner import WorkerRunner
-from diptych.cluster.worker import Worker
+from diptych.cluster.process import POLL_S, WorkerProcess
 from diptych.compute.sampling.structured import GrammarCompiler
-from diptych.cost.shared_machine import Speeds, judge
+from diptych.cost.shared_machine import judge
 from diptych.engine.adapters import Adapters
 from diptych.engine.async_llm import AsyncLLM
 from diptych.engine.encoder import open_encoder
 from diptych.engine.engine import Engine
-from diptych.engine.load import (
-    BUNDLED_MODEL,
-    KV_MEMORY_SHARE,
-    LoadedModel,
-    load,
-    local_predictor,
-    make_machinery,
-    model_dir,
-    profile_gap,
-)
-from diptych.engine.memory import memory_of
-from diptych.engine.spans import FLUSH_S, spans_to
+from diptych.engine.load import BUNDLED_MODEL, LoadedModel, model_dir
+from diptych.engine.spans import FLUSH_S
 from diptych.engine.text.words import words_of
 from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import ConfigError, EngineError, LoadError, RequestError
 from diptych.ground.hosts import is_loopback
-from diptych.ground.spare_time import start_in_spare_time
 from diptych.ground.version import VERSION
 
 logger = logging.getLogger("diptych.cluster")
 
-POLL_S = 0.5  # a worker that has nothing to say says so as often
 HUNG_S = 30.0  # a process that says nothing for so long, not even that there is nothing to say, is given up
 LOOK_S = 1.0  # between looks at the load, where pools follow it
 AGAIN_S = 5.0  # until a worker is begun once more that could not begin
@@ -68,91 +54,7 @@ CONNECT_S = 5.0
 START_S = 600.0  # a large model takes minutes to load
 
 
-class _Actor:
-    """A process with one engine. Three groups of calls, each in order and none behind another."""
-
-    def __init__(self, name: str, model: str, config: EngineConfig, share: int, pools: PoolConfig, level: int) -> None:
-        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-        clock = MonotonicClock()
-        loaded = load(model, config, clock=clock)
-        self._loaded = loaded
-        self._incarnation = uuid.uuid4().hex
-        self._peers: dict[str, Any] = {}
-        grammars = GrammarCompiler(loaded.tokenizer, loaded.model.spec.vocab_size)
-        machinery = make_machinery(
-            loaded.model, with_memory(config, share), clock=clock, grammars=grammars, loaded=loaded
-        )
-        node = ray.get_runtime_context().get_node_id()
-        self._facts = Facts.of(name, machinery.core, node=node, pid=psutil.Process().pid)
-        self._clock = clock
-        predicted = local_predictor(loaded.model)
-        limit = machinery.core.context_limit_tokens
-        self._speeds = None if predicted is None else Speeds.of(predicted.predict_s, limit)
-        self._probed = probe(machinery, clock) if pools.bounds and self._speeds is None else None
-        endpoint = pools.otlp_traces_endpoint
-        self._spans = None if endpoint is None else spans_to(endpoint, clock=clock, process=name)
-        worker = Worker(
-            name,
-            machinery,
-            clock=clock,
-            send=self._send,
-            takes_other_kernels=pools.takes_other_kernels,
-            spans=self._spans,
-            machine=node,
-        )
-        self._runner = WorkerRunner(worker, clock=clock)
-        self._told = InOrder(self._runner.post)
-        loaded.model.on_loss(self._runner.fail)
-        start_in_spare_time(lambda: machinery.executor.back_memory(lambda: False), name="diptych-memory", daemon=True)
-
-    def hello(self) -> Hello:
-        """Once it is loaded."""
-        model = self._loaded.model
-        card = ModelCard(**{name: getattr(model, name) for name in ModelCard.__dataclass_fields__})
-        return Hello(
-            version=VERSION,
-            incarnation=self._incarnation,
-            facts=self._facts,
-            card=card,
-            load_s=self._loaded.load_s,
-            now_s=self._clock.now_s(),
-            speeds=self._speeds,
-            gap=profile_gap(model),
-            cores=psutil.cpu_count(logical=False) if model.device.type == "cpu" else None,
-            probed=self._probed,
-        )
-
-    def meet(self, peers: dict[str, Any]) -> None:
-        """The other workers' handles."""
-        self._peers |= peers
-
-    def tell(self, incarnation: str, number: int, message: ToWorker) -> None:
-        """From the door."""
-        if incarnation == self._incarnation:
-            self._told.put(number, message)
-
-    def give(self, message: ToWorker) -> None:
-        """From another worker. Keys and values are looked at where they lie, be it in the object store or in a slot."""
-        self._runner.post(message)
-
-    def fetch(self, incarnation: str) -> Batch | None:
-        """What happened; None in every POLL_S without news."""
-        if incarnation != self._incarnation:
-            raise LoadError("this worker has started anew")
-        return self._runner.fetch(POLL_S)
-
-    def leave(self) -> None:
-        """The process is about to be ended: send what nobody has yet."""
-        if self._spans is not None:
-            self._spans.close()
-
-    def _send(self, name: str, message: ToWorker) -> None:
-        peer = self._peers.get(name)
-        if peer is not None:
-            peer.give.remote(message)
-
-
-def actor_class(process: type[_Actor] = _Actor) -> Any:
+def actor_class(process: type[WorkerProcess] = WorkerProcess) -> Any:
     """Methods of a group run in order on a thread of their own, so a long fetch holds up no message."""
     for group, names in (("door", ("hello", "meet", "tell", "leave")), ("links", ("give",)), ("news", ("fetch",))):
         for name in names:
@@ -276,7 +178,7 @@ class RayCluster:
             max_restarts=-1,
             max_task_retries=0,
             scheduling_strategy="SPREAD",
-        ).remote(name, self._model, self._engines[pool], share, self._pools, logger.getEffectiveLevel())
+        ).remote(name, self._model, self._engines[pool], share, self._pools, _node_id, logger.getEffectiveLevel())
 
     def _introduce(self) -> None:
         """Tell every worker where the others are."""
@@ -539,12 +441,10 @@ class RayCluster:
             pass
 
 
-def with_memory(config: EngineConfig, share: int) -> EngineConfig:
-    """One engine's part of the memory that one alone would take; a GPU is a worker's own."""
-    if config.kv_memory_bytes is not None or share == 1 or config.compute.device.startswith("cuda"):
-        return config
-    available = memory_of(torch.device("cpu")).available_bytes
-    return replace(config, kv_memory_bytes=int(available * KV_MEMORY_SHARE / share))
+def _node_id() -> str:
+    """Of the node that this process is on."""
+    node: str = ray.get_runtime_context().get_node_id()
+    return node
 
 
 def _knock(address: str) -> None:
