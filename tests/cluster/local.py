@@ -149,7 +149,7 @@ class LocalCluster:
         for _ in range(3):
             self._pump()
         for worker in self.workers.values():
-            assert self.fault is not no_fault or not worker._slots.n_in_use, "memory lent to others is back"
+            assert self.fault is not no_fault or not worker._reader._slots.n_in_use, "memory lent to others is back"
             worker.core.check()
             counts = worker.counts()
             assert (counts.core.blocks_in_use, counts.receiving, counts.reading) == (0, 0, 0), worker.name

@@ -14,7 +14,7 @@ import pytest
 from tests.cluster.states import N_ROUNDS, STATES, Load, gauge
 from tests.cluster.test_serve import OPTIONS, RECOVERY_S, WORDS, Stream, body, held, wait_for, worker_pids
 
-from diptych.cluster.worker import N_SLOTS
+from diptych.cluster.reader import N_SLOTS
 from diptych.engine.llm import LLM
 from diptych.ground.request import SamplingParams
 from server_process import CLOCK, ServerProcess

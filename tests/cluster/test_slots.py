@@ -118,7 +118,7 @@ def test_workers_of_one_machine_send_no_bytes(loaded: LoadedModel) -> None:
         assert said(got) == wanted
         assert got[0].usage.transferred_tokens == 224
         assert set(seen) == with_seats
-        assert [worker._slots.n_in_use for worker in cluster.workers.values()] == [0, 0]
+        assert [worker._reader._slots.n_in_use for worker in cluster.workers.values()] == [0, 0]
         cluster.check()
 
 

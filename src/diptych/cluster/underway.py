@@ -1,14 +1,13 @@
-"""Prompts between two workers, as each of the two knows them."""
+"""Prompts that another worker reads, as the one that answers knows them (`cluster.reader` is the other side)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from diptych.cluster.messages import Done, Read, Submit
+from diptych.cluster.messages import Done, Submit
 from diptych.control.loop import EngineCore
 from diptych.control.stats import CoreStats
-from diptych.ground.events import StepBeginEvent
 from diptych.ground.handoff import HandOff
 
 
@@ -39,30 +38,6 @@ class Coming:
     def is_complete(self) -> bool:
         """Whether everything that was asked for is here."""
         return self.n_blocks == self.end_block and not self.needs_state
-
-
-@dataclass(slots=True)
-class Reading:
-    """A prompt that is read here for another worker."""
-
-    order: Read
-    arrival_s: float
-    sent_blocks: int
-    digests: list[bytes]
-    begin_s: float | None = None
-    end_s: float | None = None
-    fault: str | None = None
-    predicted_s: float | None = 0.0  # what was expected of the steps it was read in
-    step_id: int | None = None  # the last of them
-
-    def scheduled(self, step: StepBeginEvent) -> None:
-        """A chunk of it is in this step; another may have been before."""
-        if self.begin_s is None:
-            self.begin_s = step.at_s
-        if step.step_id != self.step_id:
-            self.step_id = step.step_id
-            both = (self.predicted_s, step.predicted_s)
-            self.predicted_s = None if None in both else sum(one or 0.0 for one in both)
 
 
 def stats_with(core: EngineCore, unplaced: Sequence[HandOff]) -> CoreStats:

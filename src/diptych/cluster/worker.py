@@ -1,6 +1,7 @@
-"""One engine of a pool: it answers requests, reads prompts for other workers, and takes in what they have read. No text.
+"""One engine of a pool: it answers requests, and takes in what other workers have read for it. No text.
 
-Its owner gives it messages and calls `step`, on one thread. A prompt that another worker reads goes this way:
+Its owner gives it messages and calls `step`, on one thread. A prompt that another worker reads, by its `Reader`
+(`cluster.reader`), goes this way:
 
     here: reserve blocks, `Read` ─> there: compute; after every step the blocks that it completed ─> here: check, import
     there: the state behind them, of models that have states; `Done` ─> here: settle, read the rest (at least the last token,
@@ -16,7 +17,7 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -36,8 +37,9 @@ from diptych.cluster.messages import (
     Submit,
     ToWorker,
 )
-from diptych.cluster.slots import Mapped, Seat, Slots
-from diptych.cluster.underway import Coming, Reading, stats_with
+from diptych.cluster.reader import PARCEL_BYTES, Reader
+from diptych.cluster.slots import Mapped, Seat
+from diptych.cluster.underway import Coming, stats_with
 from diptych.cluster.worker_spans import WorkerSpans
 from diptych.compute.kv_store import KVPayload
 from diptych.control.blocks import chain, root_digest
@@ -47,20 +49,15 @@ from diptych.engine.load import Machinery
 from diptych.engine.spans import Spans
 from diptych.ground.clock import Clock
 from diptych.ground.errors import EngineError, TransferError
-from diptych.ground.events import Event, FinishEvent, ScheduledEvent, StepBeginEvent, StepEndEvent, TransferEvent
+from diptych.ground.events import Event, FinishEvent, TransferEvent
 from diptych.ground.handoff import HandOff
 from diptych.ground.phase import FinishReason
-from diptych.ground.request import READ_ONLY, Request
 from diptych.stepper import Stepper
 
 logger = logging.getLogger("diptych.cluster")
 
 LEASE_S = 30.0  # without news of a reader; it may have a line before it
 LATE_S = 1.0  # for what is still on its way when the reader says that it has sent everything
-# of one parcel at most. Ray takes 0.6 ms of processor time for an object of any size, as long as copying 4 MiB
-PARCEL_BYTES = 16 * 2**20
-N_SLOTS = 4  # parcels on their way that others on this machine read where they lie; more go through the object store
-NO_DATA = np.empty((0, 0), dtype=np.uint8)
 
 
 class Worker:
@@ -94,23 +91,25 @@ class Worker:
         self._spans = WorkerSpans(spans, name)
         self._lineage, self._takes_other_kernels = self._executor.lineage, takes_other_kernels
         self._lease_s, self._late_s = lease_s, late_s
-        # blocks of a parcel, always in the same memory: new pages are a fault each
-        self._parcel_blocks = max(1, parcel_bytes // max(self._executor.block_bytes, 1))  # which may have none
-        self._room = np.empty((self._parcel_blocks, self._executor.block_bytes), dtype=np.uint8)
+        self._reader = Reader(
+            name,
+            machinery,
+            clock=clock,
+            send=send,
+            spans=self._spans,
+            lease_s=lease_s,
+            parcel_bytes=parcel_bytes,
+            machine=machine,
+        )
         self._machine = machine
-        self._slots = Slots(name, N_SLOTS if machine is not None and self._room.nbytes else 0, self._room.nbytes)
         self._mapped = Mapped()
         self._stepper = Stepper(self.core, self._executor, clock, fold=self._fold, observe=machinery.observe)
         self._events: list[Event | Heard] = []
-        self._step: StepBeginEvent | None = None  # in flight, or the last
         # no blocks could be held for them yet, and until when to try; in the order of the waiting line
         self._unplaced: list[tuple[float, Submit]] = []
         self._coming: dict[str, Coming] = {}
-        self._reading: dict[str, Reading] = {}
-        self._read_of: dict[tuple[str, str], str] = {}  # (who wants it, its request) -> ours
-        self._n_read = 0
-        self._sent_tokens = self._sent_bytes = self._received_tokens = self._received_bytes = 0
-        self._import_s = self._export_s = 0.0
+        self._received_tokens = self._received_bytes = 0
+        self._import_s = 0.0
         self._recomputed_tokens = 0
         self._recomputes: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
@@ -121,8 +120,8 @@ class Worker:
             Finish: self._on_finish,
             Lost: self._on_lost,
             ForgetPrefixes: lambda message: self.core.reset_prefix_cache(),
-            Read: self._on_read,
-            StopReading: self._on_stop_reading,
+            Read: self._reader.read,
+            StopReading: self._reader.stop,
             Parcel: self._on_parcel,
             StateParcel: self._on_state,
             Done: self._on_done,
@@ -153,7 +152,7 @@ class Worker:
         try:
             return self._stepper.step()
         finally:
-            self._send_what_is_ready()
+            self._reader.send_what_is_ready()
 
     def batch(self) -> Batch:
         """Events since the last batch, and the numbers now."""
@@ -170,13 +169,13 @@ class Worker:
         return WorkerCounts(
             core=stats_with(self.core, [one.hand_off for _, one in self._unplaced]),
             receiving=len(self._coming),
-            reading=len(self._reading),
-            sent_tokens=self._sent_tokens,
-            sent_bytes=self._sent_bytes,
+            reading=self._reader.n_reading,
+            sent_tokens=self._reader.sent_tokens,
+            sent_bytes=self._reader.sent_bytes,
             received_tokens=self._received_tokens,
             received_bytes=self._received_bytes,
             import_s=self._import_s,
-            export_s=self._export_s,
+            export_s=self._reader.export_s,
             recomputed_tokens=self._recomputed_tokens,
             recomputes=dict(self._recomputes),
             refused=dict(self._refused),
@@ -187,18 +186,8 @@ class Worker:
         """Keep what the door is to know; what is read for others is theirs to count."""
         for event in events:
             self._spans.fold(event)
-            if isinstance(event, StepBeginEvent):
-                self._step = event
-            if isinstance(event, StepBeginEvent | StepEndEvent) or event.request_id not in self._reading:
+            if not self._reader.took(event):
                 self._events.append(event)
-                continue
-            reading = self._reading[event.request_id]
-            if isinstance(event, ScheduledEvent):
-                assert self._step is not None, "a chunk is in a step"
-                reading.scheduled(self._step)
-            elif isinstance(event, FinishEvent):
-                reading.fault = "reader_failed" if event.reason is FinishReason.ERROR else "reader_stopped"
-                reading.end_s = event.at_s
 
     # Answering
 
@@ -256,7 +245,6 @@ class Worker:
 
     def _on_lost(self, lost: Lost) -> None:
         """Go on without it, and read nothing for it any more."""
-        self._slots.lost(lost.name)
         self._mapped.lost(lost.name)
         for request_id, coming in list(self._coming.items()):
             if coming.submit.reader == lost.name:
@@ -264,9 +252,7 @@ class Worker:
         for number, (until_s, submit) in enumerate(self._unplaced):
             if submit.reader == lost.name:
                 self._unplaced[number] = (until_s, replace(submit, reader=None))
-        for request_id, reading in list(self._reading.items()):
-            if reading.order.answer_to == lost.name:
-                self._stop_reading(request_id)
+        self._reader.lost(lost.name)
 
     # Taking in what another worker reads
 
@@ -465,134 +451,3 @@ class Worker:
         for one in [one for one in self._unplaced if one[0] <= now_s]:  # blocks are short: wait in line as anybody else
             self._unplaced.remove(one)
             self._resume(one[1].hand_off)
-
-    # Reading for others
-
-    def _on_read(self, order: Read) -> None:
-        if (order.answer_to, order.request_id) in self._read_of:
-            return  # a link may say a thing twice
-        self._n_read += 1
-        request_id, now_s = f"read-{self._n_read}", self._clock.now_s()
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=order.token_ids,
-            sampling=READ_ONLY,
-            arrival_s=now_s,
-            priority=order.priority,
-            cache_salt=order.cache_salt,
-        )
-        try:
-            self.core.submit_prefill(request)
-        except EngineError as error:
-            logger.warning("cannot read request=%s for=%s: %s", order.request_id, order.answer_to, error.message)
-            done = Done(request_id=order.request_id, queue_s=0.0, read_s=0.0, fault="reader_refused")
-            self._send(order.answer_to, done)
-            return
-        root, block_tokens = root_digest(self._lineage, order.cache_salt), self.core.pool.block_tokens
-        digests = chain(order.token_ids, root, block_tokens, order.end_block)
-        self._reading[request_id] = Reading(order, now_s, order.first_block, digests)
-        self._read_of[order.answer_to, order.request_id] = request_id
-
-    def _on_stop_reading(self, stop: StopReading) -> None:
-        request_id = self._read_of.get((stop.answer_to, stop.request_id))
-        if request_id is not None:
-            self._stop_reading(request_id)
-
-    def _stop_reading(self, request_id: str) -> None:
-        order = self._reading.pop(request_id).order
-        del self._read_of[order.answer_to, order.request_id]
-        self.core.cancel(request_id, self._clock.now_s())
-
-    def _send_what_is_ready(self) -> None:
-        for request_id, reading in list(self._reading.items()):
-            if reading.fault is None:
-                self._send_blocks(request_id, reading)
-            if reading.end_s is None:
-                continue
-            fault = reading.fault or self._send_state(request_id, reading)
-            order, begin_s = reading.order, reading.begin_s or reading.end_s
-            del self._reading[request_id]
-            del self._read_of[order.answer_to, order.request_id]
-            if reading.fault is None:
-                self.core.sent(request_id)
-            self._spans.part(
-                "read",
-                order.trace,
-                begin_s=begin_s,
-                end_s=self._clock.now_s(),
-                attributes={
-                    "gen_ai.request.id": order.request_id,
-                    "diptych.answers": order.answer_to,
-                    "diptych.tokens": len(order.token_ids),
-                    "diptych.blocks.sent": reading.sent_blocks - order.first_block,
-                },
-                error=fault,
-            )
-            done = Done(
-                request_id=order.request_id,
-                queue_s=begin_s - reading.arrival_s,
-                read_s=reading.end_s - begin_s,
-                predicted_s=reading.predicted_s,
-                fault=fault,
-            )
-            self._send(order.answer_to, done)
-
-    def _send_blocks(self, request_id: str, reading: Reading) -> None:
-        order, block_tokens = reading.order, self.core.pool.block_tokens
-        block_ids, computed_tokens = self.core.blocks_of(request_id)
-        first, end = reading.sent_blocks, min(computed_tokens // block_tokens, order.end_block)
-        if computed_tokens >= len(order.token_ids):
-            reading.end_s = self._clock.now_s()
-        begin_s = self._clock.now_s()
-        while first < end:
-            until = min(end, first + self._parcel_blocks)
-            payload, seat = self._export(block_ids[first:until], order)
-            parcel = Parcel(
-                request_id=order.request_id,
-                reader=self.name,
-                lineage=self._lineage,
-                first_block=first,
-                digests=tuple(reading.digests[first:until]),
-                payload=payload,
-                seat=seat,
-            )
-            self._send(order.answer_to, parcel)
-            self._sent_tokens += (until - first) * block_tokens
-            self._sent_bytes += (until - first) * self._executor.block_bytes
-            first = reading.sent_blocks = until
-        self._export_s += self._clock.now_s() - begin_s  # without a seat, sending is a copy too, into the object store
-
-    def _send_state(self, request_id: str, reading: Reading) -> str | None:
-        """The state behind the blocks that were asked for; why it cannot be sent, where there is one."""
-        order = reading.order
-        if not self._executor.has_states:
-            return None
-        begin_s = self._clock.now_s()
-        _, place = self.core.places_of(request_id, order.end_block * self.core.pool.block_tokens)
-        if place is None:
-            return "state_not_kept"
-        payload = self._executor.export_state(place)
-        parcel = StateParcel(
-            request_id=order.request_id,
-            reader=self.name,
-            lineage=self._lineage,
-            digest=reading.digests[-1],
-            payload=payload,
-        )
-        self._send(order.answer_to, parcel)
-        self._sent_bytes += payload.data_NB.nbytes
-        self._export_s += self._clock.now_s() - begin_s
-        return None
-
-    def _export(self, block_ids: Sequence[int], order: Read) -> tuple[KVPayload, Seat | None]:
-        """The blocks for who asked: in memory that it can map, where there is some, or as an array."""
-        now_s = self._clock.now_s()
-        may_share = self._machine is not None and order.machine == self._machine
-        taken = self._slots.take(order.answer_to, now_s, now_s + self._lease_s) if may_share else None
-        if taken is None:
-            return self._executor.export_blocks(block_ids, self._room), None
-        room = taken.memory[: self._room.nbytes].reshape(self._room.shape)
-        payload = self._executor.export_blocks(block_ids, room)
-        if not np.may_share_memory(payload.data_NB, room):  # ranks gather in memory of their own
-            room[: len(block_ids)] = payload.data_NB
-        return replace(payload, data_NB=NO_DATA), taken.seat
