@@ -155,7 +155,7 @@ class LocalCluster:
             assert (counts.core.blocks_in_use, counts.receiving, counts.reading) == (0, 0, 0), worker.name
             assert not worker.core.waits_for_others, Status.SENDING
         assert not self.core._open
-        assert all(at == type(at)() for at in self.core._router._at), "the router's books balance"  # type: ignore[union-attr]
+        assert all(at == type(at)() for at in self.core._router._at), "the router's books balance"
 
     def total(self, name: str) -> int:
         return sum(getattr(worker.counts(), name) for worker in self.workers.values())

@@ -1,9 +1,9 @@
 """The door before the workers, in `EngineCore`'s place: an `Engine` over it serves a whole cluster and does not know.
 
 Requests go to workers as messages, and their events come back in batches of whole steps, which `begin_step` hands over; a
-plan of its own there is never. What makes a request move is all here: its prompt, its seed and every token handed out. When
-a worker dies, each of its requests goes on elsewhere from there; positions and noise are the same, so no token comes twice
-and none is missing. One that was lost with MAX_MOVES workers, or finds none in PARK_S, ends with an error.
+plan of its own there is never. What makes a request move is all here (`cluster.open_request`). When a worker dies, each of
+its requests goes on elsewhere from there; positions and noise are the same, so no token comes twice and none is missing.
+One that was lost with MAX_MOVES workers, or finds none in PARK_S, ends with an error.
 
 Salts hold across workers: they are part of the digests by which workers name blocks.
 """
@@ -14,10 +14,11 @@ import hashlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, replace
 
-from diptych.cluster.messages import Batch, Cancel, Facts, Finish, ForgetPrefixes, Heard, Lost, Submit, ToWorker
+from diptych.cluster.link import Link
+from diptych.cluster.messages import Batch, Cancel, Facts, Finish, ForgetPrefixes, Heard, Lost, Submit
+from diptych.cluster.open_request import OpenRequest
 from diptych.control.entry import check_prompt
 from diptych.control.router import Place, Price, Router, TokenPrice
 from diptych.control.seen import SeenPrefixes
@@ -28,14 +29,11 @@ from diptych.ground.events import (
     ArrivalEvent,
     Event,
     FinishEvent,
-    PromptLogprobsEvent,
-    ScheduledEvent,
     StepBeginEvent,
     StepEndEvent,
     TokenEvent,
     TransferEvent,
 )
-from diptych.ground.handoff import HandOff
 from diptych.ground.phase import FinishReason
 from diptych.ground.request import CacheScope, Request
 from diptych.ground.step import StepPlan, StepResult
@@ -44,14 +42,6 @@ logger = logging.getLogger("diptych.cluster")
 
 MAX_MOVES = 3  # a request that takes its worker down with it must not take them all
 PARK_S = 45.0  # a worker that died should be back by then
-
-
-class Link(Protocol):
-    """The way to one worker. What is sent may be lost if the worker dies; then the cluster is told that it is lost."""
-
-    def send(self, message: ToWorker) -> None:
-        """Have the worker take a message, soon and in order."""
-        ...
 
 
 @dataclass(slots=True)
@@ -70,36 +60,6 @@ class WorkerState:
     n_deaths: int = 0
     clock_ahead_s: float = 0.0  # of ours, where it runs on another machine
     counts: WorkerCounts | None = None
-
-
-@dataclass(slots=True)
-class _Open:
-    """A request that is not over. sent: with a seed, as workers get it."""
-
-    request: Request
-    sent: Request
-    token_ids: list[list[int]]
-    is_ended: list[bool]
-    decoder: int | None = None  # None: it waits for a worker
-    reader: int | None = None
-    has_begun: bool = False  # where it is
-    accounted_tokens: int = 0  # of the prompt, computed, cached or transferred
-    logprobs_tokens: int = 0
-    n_moves: int = 0
-    parked_s: float = 0.0
-    errors: list[EngineError] = field(default_factory=list)
-
-    def hand_off(self) -> HandOff:
-        longest = max(len(one) for one in self.token_ids)
-        return HandOff(
-            request=self.sent,
-            output_token_ids=tuple(
-                None if is_ended else tuple(tokens)
-                for tokens, is_ended in zip(self.token_ids, self.is_ended, strict=True)
-            ),
-            computed_tokens=len(self.request.prompt_token_ids) + longest if longest else self.accounted_tokens,
-            logprobs_tokens=self.logprobs_tokens,
-        )
 
 
 class ClusterCore:
@@ -122,10 +82,10 @@ class ClusterCore:
         self._policy = router
         self._local_prefill_tokens = local_prefill_tokens
         self._pump = pump
-        self._router: Router | None = None
+        self._routes: Router | None = None  # until a worker is attached
         self.workers: list[WorkerState] = []
         self._number: dict[str, int] = {}
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, OpenRequest] = {}
         # (worker, request) that ended here first, and how many Cancels it has not taken: what it says until then is of the old
         # request, and its client may have sent another under the same name
         self._unheard: Counter[tuple[int, str]] = Counter()
@@ -165,7 +125,6 @@ class ClusterCore:
             if state.is_gone:
                 state.is_gone = state.is_draining = False
             state.seen.clear()
-            assert self._router is not None
             if not state.is_draining:
                 self._router.open(number)
         else:
@@ -176,13 +135,13 @@ class ClusterCore:
             )
             price = price or TokenPrice()
             place = Place(cache=seen, price=price, decodes=decodes)
-            if self._router is None:
+            if self._routes is None:
                 if not decodes:
                     raise ConfigError("the first worker that is attached must decode")
                 local_us = price.prefill_us(self._local_prefill_tokens, 0)
-                self._router = Router([place], policy=self._policy, local_prefill_us=local_us)
+                self._routes = Router([place], policy=self._policy, local_prefill_us=local_us)
             else:
-                self._router.add(place)
+                self._routes.add(place)
             self._number[facts.name] = len(self.workers)
             self.workers.append(
                 WorkerState(
@@ -204,7 +163,6 @@ class ClusterCore:
         worker.n_deaths += 1
         worker.counts = None
         worker.seen.clear()
-        assert self._router is not None
         self._router.close(number)
         self._tell_lost(number)
         for request_id, one in list(self._open.items()):
@@ -225,14 +183,12 @@ class ClusterCore:
         """Send a worker nothing new; what it has goes on."""
         number = self._number[name]
         self.workers[number].is_draining = True
-        assert self._router is not None
         self._router.close(number)
 
     def keep(self, name: str) -> None:
         """A worker that is drained is not to go after all."""
         number = self._number[name]
         self.workers[number].is_draining = False
-        assert self._router is not None
         if self.workers[number].is_up:
             self._router.open(number)
             self._place_parked()
@@ -244,7 +200,7 @@ class ClusterCore:
 
     def work_s(self, *, decodes: bool) -> float:
         """Predicted seconds of open work in a pool, where workers have a price in time. Any thread may ask."""
-        return 0.0 if self._router is None else self._router.open_work_us(decodes=decodes) / 1e6
+        return 0.0 if self._routes is None else self._routes.open_work_us(decodes=decodes) / 1e6
 
     def detach(self, name: str) -> None:
         """A worker that is drained has ended."""
@@ -323,8 +279,7 @@ class ClusterCore:
                 f"{waiting} tokens are waiting; at most {limit} may wait",
                 hint="try again later, or raise max_waiting_tokens",
             )
-        n = request.sampling.n
-        self._open[request.request_id] = _Open(request, self._with_seed(request), [[] for _ in range(n)], [False] * n)
+        self._open[request.request_id] = OpenRequest.of(request, self._with_seed(request))
         self._n_requests += 1
         self._place(request.request_id)
         return [
@@ -332,7 +287,7 @@ class ClusterCore:
                 request_id=request.request_id,
                 at_s=request.arrival_s,
                 prompt_tokens=len(request.prompt_token_ids),
-                n=n,
+                n=request.sampling.n,
             )
         ]
 
@@ -365,7 +320,7 @@ class ClusterCore:
         if one.decoder is not None:
             self.workers[one.decoder].link.send(Finish(request_id=request_id, index=index, output_tokens=n_tokens))
         one.is_ended[index] = True
-        if all(one.is_ended) and one.decoder is not None:
+        if one.is_over and one.decoder is not None:
             self._dismiss(one.decoder, request_id)
         self._forget_if_over(request_id, one)
         return [FinishEvent(request_id=request_id, index=index, at_s=now_s, reason=reason, output_tokens=n_tokens)]
@@ -439,6 +394,11 @@ class ClusterCore:
 
     # Inside
 
+    @property
+    def _router(self) -> Router:
+        assert self._routes is not None, "a worker is attached"
+        return self._routes
+
     def _with_seed(self, request: Request) -> Request:
         """Workers draw no seeds: a request that moves has to have the one it began with."""
         if request.sampling.seed is not None:
@@ -456,7 +416,7 @@ class ClusterCore:
         one = self._open.get(request_id)
         if one is None:
             return
-        if self._router is None or not self._router.can_answer:
+        if self._routes is None or not self._router.can_answer:
             one.parked_s = self._now_s()
             self._parked.append(request_id)
             return
@@ -474,11 +434,10 @@ class ClusterCore:
         reader = self.workers[route.prefill].name if is_apart else None
         self.workers[route.decode].link.send(Submit(hand_off=hand_off, reader=reader))
 
-    def _move(self, request_id: str, one: _Open) -> None:
+    def _move(self, request_id: str, one: OpenRequest) -> None:
         """Its worker is gone: go on elsewhere, unless it was there when too many went."""
         state = "transferring" if one.reader is not None else "decoding" if any(one.token_ids) else "queued"
         self.moved[state] += 1
-        assert self._router is not None
         self._router.forget(request_id)
         one.decoder = one.reader = None
         one.n_moves += 1
@@ -514,72 +473,36 @@ class ClusterCore:
                 continue
             if self._unheard and (number, event.request_id) in self._unheard:
                 continue
-            if self._counts(one, event):
+            if one.note(event):
+                self._tell_router(one, event)
                 events.append(event)
                 if isinstance(event, FinishEvent):
                     self._forget_if_over(event.request_id, one)
 
-    def _counts(self, one: _Open, event: Event) -> bool:
-        """Whether this event is news of an open choice; keeps what a move would need."""
-        if isinstance(event, TokenEvent):
-            tokens = one.token_ids[event.index]
-            if one.is_ended[event.index]:
-                return False
-            assert event.position == len(tokens), (event.request_id, event.position, len(tokens))
-            tokens.append(event.token_id)
-            if not one.has_begun:
-                one.has_begun = True
-                assert self._router is not None
-                self._router.began(event.request_id)
-        elif isinstance(event, FinishEvent):
-            if one.is_ended[event.index]:
-                return False
-            one.is_ended[event.index] = True
-        elif isinstance(event, ScheduledEvent):
-            if event.index == 0 and not event.is_recompute:
-                left = len(one.request.prompt_token_ids) - event.context_tokens
-                one.accounted_tokens += max(0, min(event.chunk_tokens, left)) + event.cached_tokens
-        elif isinstance(event, TransferEvent):
-            one.accounted_tokens += event.cached_tokens + event.transferred_tokens
-            if one.reader is not None:
-                one.reader = None
-                assert self._router is not None
-                self._router.handed_off(event.request_id)
-        elif isinstance(event, PromptLogprobsEvent):
-            one.logprobs_tokens = event.start + len(event.entries)
-        return True
+    def _tell_router(self, one: OpenRequest, event: Event) -> None:
+        """When a prompt is read, where that was another worker's part, and when nobody waits for the answer any more."""
+        if isinstance(event, TokenEvent) and not one.has_begun:
+            one.has_begun = True
+            self._router.began(event.request_id)
+        elif isinstance(event, TransferEvent) and one.reader is not None:
+            one.reader = None
+            self._router.handed_off(event.request_id)
 
     def _end(
-        self, request_id: str, one: _Open, now_s: float, reason: FinishReason, error: EngineError | None
+        self, request_id: str, one: OpenRequest, now_s: float, reason: FinishReason, error: EngineError | None
     ) -> list[Event]:
-        events: list[Event] = []
-        for index in reversed(range(len(one.is_ended))):
-            if not one.is_ended[index]:
-                one.is_ended[index] = True
-                n_tokens = len(one.token_ids[index])
-                events.append(
-                    FinishEvent(
-                        request_id=request_id,
-                        index=index,
-                        at_s=now_s,
-                        reason=reason,
-                        output_tokens=n_tokens,
-                        error=error,
-                    )
-                )
+        events = one.end(now_s, reason, error)
         self._forget_if_over(request_id, one)
         return events
 
-    def _forget_if_over(self, request_id: str, one: _Open) -> None:
-        if not all(one.is_ended) or self._open.pop(request_id, None) is None:
+    def _forget_if_over(self, request_id: str, one: OpenRequest) -> None:
+        if not one.is_over or self._open.pop(request_id, None) is None:
             return
         if one.decoder is None:
             if request_id in self._parked:
                 self._parked.remove(request_id)
             return
-        assert self._router is not None
-        n_tokens = max(len(tokens) for tokens in one.token_ids)
-        self._router.forget(request_id, output_tokens=n_tokens)
+        self._router.forget(request_id, output_tokens=one.longest)
         known = one.request.prompt_token_ids + tuple(one.token_ids[0])
         self.workers[one.decoder].seen.add(known, one.request.cache_salt)
 

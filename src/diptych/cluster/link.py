@@ -7,20 +7,28 @@ that its client has left would overtake it: the worker would answer nobody, to t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from diptych.cluster.messages import ToWorker
 
 
+class Link(Protocol):
+    """The way to one worker. What is sent may be lost if the worker dies; then the cluster is told that it is lost."""
+
+    def send(self, message: ToWorker) -> None:
+        """Have the worker take a message, soon and in order."""
+        ...
+
+
 class DoorLink:
-    """To one incarnation of a worker; `cluster.core.Link`."""
+    """A `Link` to one incarnation of a worker."""
 
     def __init__(self, actor: Any, incarnation: str) -> None:
         self._actor, self._incarnation = actor, incarnation
         self._n_sent = 0
 
     def send(self, message: ToWorker) -> None:
-        """See cluster.core.Link."""
+        """See Link."""
         self._actor.tell.remote(self._incarnation, self._n_sent, message)
         self._n_sent += 1
 
