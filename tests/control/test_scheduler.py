@@ -210,7 +210,7 @@ def test_forked_choices_compute_the_last_prompt_token_alone():
         assert [chunk.start_pos for chunk in plan.chunks] == [prompt, prompt - 1, prompt - 1]
         assert all(chunk.samples and chunk.first_new_block == 0 for chunk in plan.chunks[1:])
         n_full = (prompt - 1) // 4
-        first = driver.core._requests["r"][0].block_ids
+        first = driver.core._books.requests["r"][0].block_ids
         for chunk in plan.chunks[1:]:
             assert list(chunk.new_block_ids[:n_full]) == first[:n_full]
         assert len(plan.copies) == 2
@@ -431,7 +431,7 @@ def test_a_prefill_chunk_costs_by_its_length_and_not_by_what_came_before():
     """Chunks of 64 tokens of one long prompt: the last costs what the second did."""
     driver = Driver(n_blocks=512, block_tokens=16, max_step_tokens=64, max_context_tokens=8192)
     driver.core.submit(request(prompt=64 * 40, max_tokens=2))
-    seq = driver.core._requests["r"][0]
+    seq = driver.core._books.requests["r"][0]
     seq.token_ids, seq.block_ids = CountingList(seq.token_ids), CountingList(seq.block_ids)
     seq.digests, seq.serials = CountingList(seq.digests), CountingList(seq.serials)
     driver.executor._read = lambda table, position: 0

@@ -289,7 +289,7 @@ class Referee:
     def check_line(self, plan, waiting_before: set[int], *, preempted: bool) -> None:
         """Nobody is admitted past someone of better rank, and nobody in a step that took blocks from the running."""
         aging_s = self.world.config.aging_s
-        alive = {seq.seq_id: seq for seqs in self.core._requests.values() for seq in seqs}
+        alive = {seq.seq_id: seq for seqs in self.core._books.requests.values() for seq in seqs}
         place = {
             seq_id: (seq.request.arrival_s - seq.request.priority * aging_s, seq_id) for seq_id, seq in alive.items()
         }

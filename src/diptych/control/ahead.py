@@ -128,8 +128,8 @@ class ForeseeingCore(EngineCore):
             if computed + 1 - seq.prompt_tokens >= seq.max_output_tokens or token_id in seq.stop_ids:
                 reason, stop_token_id = seq.stop_after(token_id, is_complete=False)
                 if reason is not None:
-                    events.append(self._end(seq, now_s, reason, stop_token_id=stop_token_id))
-                    self._forget_if_over(seq.request.request_id)
+                    events.append(self._books.end(seq, now_s, reason, stop_token_id=stop_token_id))
+                    self._books.forget_if_over(seq.request.request_id)
         return events
 
     def foreseen(self, *, token_id: int, limit: int) -> DecodeRun | None:
@@ -142,7 +142,7 @@ class ForeseeingCore(EngineCore):
         self._is_torn = True
         _commit_run(self._scheduler, n_steps, token_id=token_id)
         self._next_step_id += n_steps
-        self._ended_seq_ids = []
+        self._books.ended_seq_ids = []
         self._is_torn = False
 
     @property

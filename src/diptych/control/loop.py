@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from diptych.control.blocks import BlockPool
-from diptych.control.entry import check_prompt, open_sequences
+from diptych.control.books import Books
+from diptych.control.entry import check_prompt
 from diptych.control.handoff import reserve, settle, start_sending, state_behind
 from diptych.control.scheduler import Predict, Scheduler
 from diptych.control.sequence import Sequence
@@ -28,7 +29,6 @@ from diptych.ground.events import (
     ArrivalEvent,
     DraftEvent,
     Event,
-    FinishEvent,
     PromptLogprobsEvent,
     StateEvent,
     StepEndEvent,
@@ -76,13 +76,10 @@ class EngineCore:
         self._guesser = Guesser(config, n_vocab=n_vocab, drafters=drafters, executor_drafters=executor_drafters)
         self._scheduler = self._new_scheduler()
         self.pool = self._scheduler.pool
-        self._requests: dict[str, list[Sequence]] = {}  # open requests, all choices
+        self._books = self._new_books()
         self._in_flight: dict[int, Sequence] = {}
         self._plan: StepPlan | None = None
-        self._ended_seq_ids: list[int] = []
-        self._next_seq_id = 0
         self._next_step_id = 0
-        self._n_unborn = 0  # choices that wait for choice 0 to read the prompt
         # a call changes the books; seen by another only when an exception cut the first one short
         self._is_torn = False
 
@@ -99,7 +96,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a request is open or a step in flight."""
-        return bool(self._requests) or self._plan is not None
+        return bool(self._books.requests) or self._plan is not None
 
     def submit(self, request: Request) -> list[Event]:
         """Put a request in line. `n` choices share the prompt that choice 0 reads.
@@ -120,7 +117,7 @@ class EngineCore:
                 hint="try again later, or raise max_waiting_tokens",
             )
         self._is_torn = True
-        sequences = self._open(HandOff.of(request))
+        sequences = self._books.open(HandOff.of(request), context_tokens=self.context_limit_tokens)
         self._scheduler.enqueue(sequences[0])
         self._is_torn = False
         return [
@@ -142,7 +139,7 @@ class EngineCore:
     ) -> list[Event]:
         """End every open choice of a request, in any state. An unknown or finished id gives no events."""
         self._is_torn = True
-        events = self._cancel(request_id, now_s, reason, error)
+        events = self._books.cancel(request_id, now_s, reason, error)
         self._is_torn = False
         return events
 
@@ -155,18 +152,18 @@ class EngineCore:
         """
         self._is_torn = True
         events: list[Event] = []
-        for seq in self._requests.get(request_id, ()):
+        for seq in self._books.requests.get(request_id, ()):
             if seq.index == index and seq.status is not Status.FINISHED:
                 if output_tokens is not None:
                     del seq.token_ids[seq.prompt_tokens + output_tokens :]
-                events.append(self._end(seq, now_s, reason))
-        self._forget_if_over(request_id)
+                events.append(self._books.end(seq, now_s, reason))
+        self._books.forget_if_over(request_id)
         self._is_torn = False
         return events
 
     def check_prompt(self, request: Request) -> None:
         """Raise for a prompt that could never be served here; see `submit`."""
-        if request.request_id in self._requests:
+        if request.request_id in self._books.requests:
             raise RequestError(f"request id {request.request_id!r} is already open", param="request_id")
         check_prompt(
             request,
@@ -183,16 +180,16 @@ class EngineCore:
         """
         assert request.sampling.n == 1, "choices share the prompt's blocks, so they stay together"
         events = self.submit(request)
-        self._requests[request.request_id][0].hands_off = True
+        self._books.requests[request.request_id][0].hands_off = True
         return events
 
     def sent(self, request_id: str) -> None:
         """Another engine has its keys and values: forget the request, without an end, and let its blocks go."""
         self._is_torn = True
-        (seq,) = self._requests.pop(request_id)
+        (seq,) = self._books.requests.pop(request_id)
         seq.move(Status.FINISHED)
         self._scheduler.release(seq)
-        self._ended_seq_ids.append(seq.seq_id)
+        self._books.ended_seq_ids.append(seq.seq_id)
         self._is_torn = False
 
     def resume(self, hand_off: HandOff) -> None:
@@ -202,7 +199,7 @@ class EngineCore:
         """
         self.check_prompt(hand_off.request)
         self._is_torn = True
-        sequences = self._open(hand_off)
+        sequences = self._books.open(hand_off, context_tokens=self.context_limit_tokens)
         for seq in sequences:
             if not seq.is_unborn:
                 self._scheduler.enqueue(seq)
@@ -216,12 +213,10 @@ class EngineCore:
         assert hand_off.shares_prompt, "choices that have begun are read one by one"
         self.check_prompt(hand_off.request)
         self._is_torn = True
-        sequences = self._open(hand_off)
+        sequences = self._books.open(hand_off, context_tokens=self.context_limit_tokens)
         cached_tokens = reserve(self._scheduler, sequences[0])
         if cached_tokens is None:
-            del self._requests[hand_off.request.request_id]
-            for child in sequences[1:]:
-                self._bear(child)
+            self._books.withdraw(hand_off.request.request_id)
         self._is_torn = False
         return cached_tokens
 
@@ -232,18 +227,18 @@ class EngineCore:
         where the request was read before it came here. has_state: what `places_of` said holds the state behind them.
         """
         self._is_torn = True
-        event = settle(self._scheduler, self._requests[request_id][0], n_tokens, now_s, has_state=has_state)
+        event = settle(self._scheduler, self._books.requests[request_id][0], n_tokens, now_s, has_state=has_state)
         self._is_torn = False
         return [event]
 
     def blocks_of(self, request_id: str) -> tuple[list[int], int]:
         """The block table of a request's first choice, and how many of its tokens are computed. For hand-offs."""
-        seq = self._requests[request_id][0]
+        seq = self._books.requests[request_id][0]
         return seq.block_ids, seq.computed_tokens
 
     def places_of(self, request_id: str, n_tokens: int = 0) -> tuple[int | None, int | None]:
         """Its own place for a state, and that of the state behind so many tokens, whole blocks. None: there is none."""
-        seq = self._requests[request_id][0]
+        seq = self._books.requests[request_id][0]
         return seq.place, state_behind(self._scheduler, seq, n_tokens)
 
     def abort_step(self, now_s: float, *, error: EngineError) -> list[Event]:
@@ -259,43 +254,35 @@ class EngineCore:
             return []
         self._is_torn = True
         self._plan, self._in_flight = None, {}
-        self._ended_seq_ids = [*plan.ended_seq_ids, *self._ended_seq_ids]  # perhaps the executor never saw them
+        self._books.ended_seq_ids[:0] = plan.ended_seq_ids  # perhaps the executor never saw them
         events: list[Event] = []
         for seq in in_flight.values():
             seq.is_in_flight = False
             if seq.status is Status.FINISHED:  # cancelled while the step ran
                 self._scheduler.release(seq)
         for request_id in dict.fromkeys(seq.request.request_id for seq in in_flight.values()):
-            events += self._cancel(request_id, now_s, FinishReason.ERROR, error)
+            events += self._books.cancel(request_id, now_s, FinishReason.ERROR, error)
         self._is_torn = False
         return events
 
     def _start_anew(self, now_s: float, error: EngineError) -> list[Event]:
         """Nothing but requests and started ids is believed any more."""
-        open_sequences = [seq for sequences in self._requests.values() for seq in reversed(sequences)]
-        events: list[Event] = [
-            FinishEvent(
-                request_id=seq.request.request_id,
-                index=seq.index,
-                at_s=now_s,
-                reason=FinishReason.ERROR,
-                output_tokens=seq.output_tokens,
-                error=error,
-            )
-            for seq in open_sequences
-            if seq.status is not Status.FINISHED
-        ]
-        ended = [*(() if self._plan is None else self._plan.ended_seq_ids), *self._ended_seq_ids]
-        ended += [seq.seq_id for seq in open_sequences if seq.has_started]
+        events, ended = self._books.write_off(now_s, error)
+        if self._plan is not None:
+            ended = [*self._plan.ended_seq_ids, *ended]
         before, self._scheduler = self._scheduler, self._new_scheduler()
         self.pool = self._scheduler.pool
         self._scheduler.n_preemptions = before.n_preemptions
         self._scheduler.query_tokens, self._scheduler.hit_tokens = before.query_tokens, before.hit_tokens
-        self._requests, self._in_flight, self._plan = {}, {}, None
-        self._ended_seq_ids = list(dict.fromkeys(ended))
-        self._n_unborn = 0
+        self._books = self._new_books(first_seq_id=self._books.next_seq_id)
+        self._books.ended_seq_ids = list(dict.fromkeys(ended))
+        self._in_flight, self._plan = {}, None
         self._is_torn = False
         return events
+
+    def _new_books(self, first_seq_id: int = 0) -> Books:
+        memory = self._guesser.memory
+        return Books(self._scheduler, engine_seed=self.seed, memory=memory, first_seq_id=first_seq_id)
 
     def _new_scheduler(self, kind: type[Scheduler] = Scheduler) -> Scheduler:
         blocks, config = self.block_config, self.config
@@ -316,17 +303,17 @@ class EngineCore:
     def begin_step(self, now_s: float) -> tuple[StepPlan | None, list[Event]]:
         """Plan the next step; None when there is nothing to do. The plan must come back through `end_step`."""
         assert self._plan is None, "the step before has not ended"
-        if not self._requests:
+        if not self._books.requests:
             return None, []
         self._is_torn = True
         plan, events = self._scheduler.plan(
-            step_id=self._next_step_id, now_s=now_s, ended_seq_ids=tuple(self._ended_seq_ids)
+            step_id=self._next_step_id, now_s=now_s, ended_seq_ids=tuple(self._books.ended_seq_ids)
         )
         if plan is not None:
             self._plan = plan
             self._in_flight = self._scheduler.planned
             self._next_step_id += 1
-            self._ended_seq_ids = []
+            self._books.ended_seq_ids = []
         self._is_torn = False
         return plan, events
 
@@ -362,19 +349,20 @@ class EngineCore:
     def waits_for_others(self) -> bool:
         """Whether keys and values are on their way to or from another engine: what waits may wait for their blocks."""
         between = (Status.SENDING, Status.RECEIVING)
-        return any(seq.status in between for sequences in self._requests.values() for seq in sequences)
+        return any(seq.status in between for sequences in self._books.requests.values() for seq in sequences)
 
     @property
     def running_and_waiting(self) -> tuple[int, int]:
         """How many sequences do: two of the numbers of `stats`."""
-        return self._scheduler.n_running, len(self._scheduler.waiting) + self._n_unborn
+        return self._scheduler.n_running, len(self._scheduler.waiting) + self._books.n_unborn
 
     def stats(self) -> CoreStats:
         """Gauges and counters of this moment."""
         scheduler, pool = self._scheduler, self.pool
+        running, waiting = self.running_and_waiting
         return CoreStats(
-            running=scheduler.n_running,
-            waiting=len(scheduler.waiting) + self._n_unborn,
+            running=running,
+            waiting=waiting,
             waiting_tokens=scheduler.waiting_tokens,
             blocks_in_use=pool.held_blocks,
             blocks_cached=pool.idle_blocks,
@@ -413,36 +401,13 @@ class EngineCore:
 
     def check(self) -> None:
         """Raise BlockLeak unless every block is accounted for. For tests and debugging: O(pool)."""
-        alive = {seq.seq_id: seq for sequences in self._requests.values() for seq in sequences}
+        alive = {seq.seq_id: seq for sequences in self._books.requests.values() for seq in sequences}
         alive.update(self._in_flight)
         self.pool.check([seq.block_ids for seq in alive.values()])
         if self._scheduler.states is not None:
             self._scheduler.states.check(alive.values())
 
     # Inside
-
-    def _cancel(self, request_id: str, now_s: float, reason: FinishReason, error: EngineError | None) -> list[Event]:
-        events: list[Event] = []
-        for seq in reversed(self._requests.get(request_id, ())):
-            if seq.status is not Status.FINISHED:
-                events.append(self._end(seq, now_s, reason, error=error))
-        self._forget_if_over(request_id)
-        return events
-
-    def _open(self, hand_off: HandOff) -> list[Sequence]:
-        sequences = open_sequences(
-            hand_off,
-            config=self.config,
-            first_seq_id=self._next_seq_id,
-            engine_seed=self.seed,
-            context_tokens=self.context_limit_tokens,
-        )
-        self._next_seq_id += len(sequences)
-        unborn = [seq for seq in sequences if seq.is_unborn]
-        self._n_unborn += len(unborn)
-        self._scheduler.waiting_tokens += sum(seq.waiting_tokens for seq in unborn)
-        self._requests[hand_off.request.request_id] = sequences
-        return sequences
 
     def _commit_decode(
         self, seq: Sequence, result: ChunkResult, step_id: int, now_s: float, events: list[Event]
@@ -461,8 +426,8 @@ class EngineCore:
         if n >= seq.max_output_tokens or token_id in seq.stop_ids or result.is_complete:
             reason, stop_token_id = seq.stop_after(token_id, is_complete=result.is_complete)
             if reason is not None:
-                events.append(self._end(seq, now_s, reason, stop_token_id=stop_token_id))
-                self._forget_if_over(request_id)
+                events.append(self._books.end(seq, now_s, reason, stop_token_id=stop_token_id))
+                self._books.forget_if_over(request_id)
 
     def _commit(self, seq: Sequence, chunk: Chunk, result: ChunkResult, step_id: int, now_s: float) -> list[Event]:
         """Move computed forward, hand out tokens, and stop where a token or a limit says so.
@@ -471,7 +436,7 @@ class EngineCore:
         prefix index.
         """
         if result.error is not None:
-            return self._cancel(seq.request.request_id, now_s, FinishReason.ERROR, result.error)
+            return self._books.cancel(seq.request.request_id, now_s, FinishReason.ERROR, result.error)
         known_end = min(chunk.end_pos, seq.known_tokens)
         n_accepted = max(0, len(result.token_ids) - 1)  # drafted tokens of this chunk that hold
         assert bool(result.token_ids) == chunk.samples, chunk.seq_id
@@ -484,12 +449,12 @@ class EngineCore:
             self._scheduler.register_computed(seq)
             if seq.request.pooling is not None and seq.computed_tokens == seq.known_tokens:
                 events.append(StateEvent(seq.request.request_id, now_s, step_id, result.state))
-                events.append(self._end(seq, now_s, FinishReason.STOP))
-                self._forget_if_over(seq.request.request_id)
+                events.append(self._books.end(seq, now_s, FinishReason.STOP))
+                self._books.forget_if_over(seq.request.request_id)
             return events
         if seq.status is Status.PREFILL:
             self._scheduler.register_computed(seq)
-            self._fork_children(seq)
+            self._books.fork_children(seq)
             if seq.hands_off:
                 start_sending(self._scheduler, seq)
             else:
@@ -518,8 +483,8 @@ class EngineCore:
                 if n_drafted:
                     kept = min(k + 1, n_accepted)
                     events.append(DraftEvent(seq.request.request_id, seq.index, now_s, step_id, n_drafted, kept))
-                events.append(self._end(seq, now_s, reason, stop_token_id=stop_token_id))
-                self._forget_if_over(seq.request.request_id)
+                events.append(self._books.end(seq, now_s, reason, stop_token_id=stop_token_id))
+                self._books.forget_if_over(seq.request.request_id)
                 return events
         self._scheduler.register_computed(seq)
         speculation = seq.speculation
@@ -543,58 +508,3 @@ class EngineCore:
             return []
         seq.logprobs_tokens = start + len(entries)
         return [PromptLogprobsEvent(request_id=seq.request.request_id, at_s=now_s, start=start, entries=entries)]
-
-    def _fork_children(self, seq: Sequence) -> None:
-        """The prompt is computed: its other choices may begin, on the same blocks."""
-        if seq.index != 0 or seq.has_forked:
-            return
-        seq.has_forked = True
-        for child in self._requests[seq.request.request_id]:
-            if child.is_unborn:
-                self._bear(child)
-                self._scheduler.fork(seq, child)
-
-    def _end(
-        self,
-        seq: Sequence,
-        now_s: float,
-        reason: FinishReason,
-        *,
-        stop_token_id: int | None = None,
-        error: EngineError | None = None,
-    ) -> Event:
-        """Finish a sequence now; blocks that a step is still using go back when it ends."""
-        seq.move(Status.FINISHED)
-        seq.finish_reason = reason
-        if self._guesser.memory is not None:
-            self._guesser.memory.add(seq.request.cache_salt, seq.token_ids[seq.prompt_tokens :])
-        if seq.is_unborn:
-            self._bear(seq)
-        if seq.index == 0 and not seq.has_forked:  # its children have nobody to wait for any more
-            for child in self._requests[seq.request.request_id]:
-                if child.is_unborn:
-                    self._bear(child)
-                    self._scheduler.enqueue(child)
-        self._scheduler.detach(seq)
-        if not seq.is_in_flight:
-            self._scheduler.release(seq)
-        if seq.has_started:
-            self._ended_seq_ids.append(seq.seq_id)
-        return FinishEvent(
-            request_id=seq.request.request_id,
-            index=seq.index,
-            at_s=now_s,
-            reason=reason,
-            output_tokens=seq.output_tokens,
-            stop_token_id=stop_token_id,
-            error=error,
-        )
-
-    def _bear(self, child: Sequence) -> None:
-        child.is_unborn = False
-        self._n_unborn -= 1
-        self._scheduler.waiting_tokens -= child.waiting_tokens
-
-    def _forget_if_over(self, request_id: str) -> None:
-        if all(seq.status is Status.FINISHED for seq in self._requests.get(request_id, ())):
-            self._requests.pop(request_id, None)

@@ -17,7 +17,7 @@ from diptych.ground.request import Pool, Request
 
 
 class Sequence:
-    """Mutable; owned by `EngineCore` and changed only by it and its scheduler."""
+    """Mutable; owned by `EngineCore` and changed only by it, its books and its scheduler."""
 
     __slots__ = (
         "adapter",
