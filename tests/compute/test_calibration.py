@@ -139,7 +139,7 @@ def test_feedback_has_the_same_bytes_in_every_set_and_cut() -> None:
         config = ComputeConfig(backend="cpu", weights="int4", threads=threads, instruction_set=instruction_set)
         loader = CpuLoader(config, checkpoint)
         draw_blueprint(json.loads((MODEL / "config.json").read_text()), checkpoint).load(loader)
-        return [loader.program.packed_blob(index).tobytes() for index in loader.packed.values()]
+        return [loader.program.packed_blob(index).tobytes() for index in loader.packer.packed.values()]
 
     scalar = packed("scalar", 1)
     assert all(packed(one, 2) == scalar for one in cpu_kernels.instruction_sets())

@@ -22,9 +22,12 @@ from diptych.compute.ops.contract import LinearParts, WeightTensor
 from diptych.compute.ops.cpu.handles import LinearHandle, TableHandle, is_table_too
 from diptych.compute.ops.cpu.kernels import is_available
 from diptych.compute.ops.cpu.loader import CpuLoader
+from diptych.compute.ops.cpu.packing import Packer
+from diptych.compute.ops.cpu.parts import Rows
 from diptych.compute.runner import open_blueprint
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import told_of
+from diptych.ground.formats import KeptFormat
 
 # beside the formats: norms and the like, and an embedding that is not the head
 VECTORS, TABLE = "fp32 vectors", "embedding"
@@ -58,56 +61,71 @@ def what_is_held(path: Path, weights: str = "auto") -> Held | None:
             handles = load_decoder(source, loader, blueprint.spec)
     else:
         handles = blueprint.load(loader)
+    packer = loader.weigher
     return Held(
-        nbytes=dict(loader.nbytes),
-        scratch=loader.scratch * loader.placement.threads,
-        dense=dict(loader.n_values - loader.of_experts),
-        experts=dict(loader.of_experts),
-        main_format=loader.main_format,
-        head_format=loader.main_format if handles.head is None else handles.head.format,
+        nbytes=dict(packer.nbytes),
+        scratch=packer.scratch * loader.placement.threads,
+        dense=dict(packer.n_values - loader.n_expert_values),
+        experts=dict(loader.n_expert_values),
+        main_format=packer.main_format,
+        head_format=packer.main_format if handles.head is None else handles.head.format,
     )
 
 
-class _Measure(CpuLoader):
-    """Decides as the loader does, and counts bytes where that would pack."""
+class _Weigher(Packer):
+    """Decides as the packer does, and counts bytes where that would pack."""
 
-    def __init__(self, config: ComputeConfig, source: Source) -> None:
-        super().__init__(config, source)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.nbytes: Counter[str] = Counter()
         self.scratch = 0  # of one thread: that of its largest layer
         self.is_routed = False  # weights take some of the rows
-        self.of_experts: Counter[str] = Counter()
+
+    def add(
+        self,
+        shape: Any,
+        whole: Any,
+        key: str,
+        parts: LinearParts,
+        rows: Rows | None,
+        weights_format: str,
+        kept: KeptFormat | None,
+    ) -> tuple[int, bool]:
+        self.nbytes[weights_format] += shape.packed_bytes
+        scratch = self.program.linear_scratch_bytes(
+            shape, MANY_ROWS, is_routed=self.is_routed, threads=self.threads_on.threads
+        )
+        self.scratch = max(self.scratch, scratch)
+        return 0, True
+
+
+class _Measure(CpuLoader):
+    """The same of what is no projection."""
+
+    packs_by = _Weigher
+
+    def __init__(self, config: ComputeConfig, source: Source) -> None:
+        super().__init__(config, source)
+        assert isinstance(self.packer, _Weigher)
+        self.weigher = self.packer
 
     def experts(self, *args: Any, **kwargs: Any) -> Any:
-        before = self.n_values.copy()
-        self.is_routed = True
+        self.weigher.is_routed = True
         handle = super().experts(*args, **kwargs)
-        self.is_routed = False
-        self.of_experts += self.n_values - before
+        self.weigher.is_routed = False
         return handle
 
     def table(self, tensor: WeightTensor, *, head: LinearHandle | None) -> TableHandle | LinearHandle:
         if head is not None and is_table_too(head, tensor):
             return head
-        self.nbytes[TABLE] += tensor.dtype.itemsize * tensor.shape[0] * tensor.shape[1]
+        self.weigher.nbytes[TABLE] += tensor.dtype.itemsize * tensor.shape[0] * tensor.shape[1]
         return TableHandle(index=0, width=tensor.shape[1])
 
     def _vector(self, tensor: WeightTensor, offset: float = 0.0, *, rows: slice = slice(None)) -> int:
         del offset
-        self.nbytes[VECTORS] += 4 * len(range(*rows.indices(math.prod(tensor.shape))))
+        self.weigher.nbytes[VECTORS] += 4 * len(range(*rows.indices(math.prod(tensor.shape))))
         return 0
 
     def _add_vector(self, values: torch.Tensor) -> int:
-        self.nbytes[VECTORS] += 4 * values.numel()
+        self.weigher.nbytes[VECTORS] += 4 * values.numel()
         return 0
-
-    def _add(self, shape: Any, *args: Any) -> tuple[int, bool]:
-        weights_format: str = args[-2]
-        self.nbytes[weights_format] += shape.packed_bytes
-        threads = self.placement.threads
-        scratch = self.program.linear_scratch_bytes(shape, MANY_ROWS, is_routed=self.is_routed, threads=threads)
-        self.scratch = max(self.scratch, scratch)
-        return 0, True
-
-    def _note_exponents(self, key: str, parts: LinearParts, *, is_packed: bool) -> None:
-        pass

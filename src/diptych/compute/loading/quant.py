@@ -317,12 +317,12 @@ class TensorSource(Protocol):
 
 def write_tensors(path: Path, loader: CpuLoader, source: TensorSource, **metadata: str) -> int:
     """The safetensors file, tensor by tensor, so that no second copy of the weights is held; returns its bytes."""
-    shapes = {name: source.shape_of(name) for key in loader.packed for name in _stored_names(key)}
+    shapes = {name: source.shape_of(name) for key in loader.packer.packed for name in _stored_names(key)}
     parts: dict[str, Callable[[], torch.Tensor]] = {
-        PACKED + key: partial(_blob, loader, index) for key, index in loader.packed.items()
+        PACKED + key: partial(_blob, loader, index) for key, index in loader.packer.packed.items()
     }
-    parts |= {PACKED + key + EXPONENTS: partial(_raw, exponents) for key, exponents in loader.exponents.items()}
-    parts |= {PACKED + key + INPUT_ORDER: partial(_raw, order) for key, order in loader.orders.items()}
+    parts |= {PACKED + key + EXPONENTS: partial(_raw, exponents) for key, exponents in loader.packer.exponents.items()}
+    parts |= {PACKED + key + INPUT_ORDER: partial(_raw, order) for key, order in loader.packer.orders.items()}
     parts |= {name: tensor.read for name, tensor in loader.plain.items()}
     header: dict[str, Any] = {}
     checksums = {}
@@ -335,7 +335,7 @@ def write_tensors(path: Path, loader: CpuLoader, source: TensorSource, **metadat
         }  # fmt: skip
         checksums[name] = checksum(tensor)
         at = end
-    kept = {key: one.name for key, one in loader.kept.items()}
+    kept = {key: one.name for key, one in loader.packer.kept.items()}
     header["__metadata__"] = {
         "format": "pt", "packed_shapes": json.dumps(shapes), CHECKSUMS: json.dumps(checksums), KEPT: json.dumps(kept),
         PLAIN: json.dumps(loader.source.is_plain),

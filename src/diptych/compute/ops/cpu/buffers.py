@@ -21,8 +21,8 @@ class Buffers:
         self._owner: dict[int, Value] = {}
         self._n_inputs = 0
         self._is_team = loader.rank.size > 1
-        self._orders = loader.input_orders
-        self._has_wide_rows = loader.has_wide_rows
+        self._orders = loader.packer.input_orders
+        self._has_wide_rows = loader.packer.has_wide_rows
 
     def _buffer(self, role: str, width: int, make: Callable[[int], int], *more: Any) -> int:
         key = (role, width, *more)

@@ -45,7 +45,7 @@ class LinearHandle:
     following of a row that all ranks write. pieces: several weights that write one row, or gate and up. index
     None: others have all of it.
     rows: which of n_outputs the packed weight has, in its order; None: all. begin: the first output of the tensors in `key`.
-    order: the name of the order in which it has its inputs, in `CpuLoader.input_orders`; empty: as they come.
+    order: the name of the order in which it has its inputs, in `Packer.input_orders`; empty: as they come.
     is_balanced: it may be multiplied by powers of two, which the loader's `exponents` say.
     """
 

@@ -74,10 +74,10 @@ class CpuModel(Model):
             on_packed(loader)
         blueprint.forward(CpuOps(loader), weights)
         self.program: Any = loader.program
-        self._sites, self._exponents = loader.sites, loader.exponents
+        self._sites, self._exponents = loader.sites, loader.packer.exponents
         self._sites.has_multiplied = blueprint.has_multiplied
-        self.weights_format = loader.main_format
-        self.formats = dict(loader.n_values)
+        self.weights_format = loader.packer.main_format
+        self.formats = dict(loader.packer.n_values)
         self.expert_formats = dict(loader.n_expert_values)
         self.kv_format = loader.kv_format
         self._has_head = weights.head is not None
