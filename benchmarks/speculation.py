@@ -31,7 +31,7 @@ from time import perf_counter, process_time
 import torch
 
 from diptych.compute.drafting.heads import TargetTensors
-from diptych.compute.loading.weights import RandomSource
+from diptych.compute.loading.random_weights import RandomSource
 from diptych.compute.runner import random_model
 from diptych.control.speculation import Guesser
 from diptych.cost.drafts.acceptance import chances_at, expected_tokens

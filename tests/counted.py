@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from diptych.compute.loading.decoder import load_decoder
-from diptych.compute.loading.weights import RandomSource, RandomTensor
+from diptych.compute.loading.random_weights import RandomSource, RandomTensor
 from diptych.models.spec import ModelSpec
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from diptych.compute.formats.mlx import MlxCheckpoint
 from diptych.compute.loading.held import _Measure
-from diptych.compute.loading.weights import RandomSource, RandomTensor
+from diptych.compute.loading.random_weights import RandomSource, RandomTensor
 from diptych.compute.model import draw_blueprint
 from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.cost.parameters import parameter_count

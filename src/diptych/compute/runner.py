@@ -24,7 +24,8 @@ from diptych.compute.formats.random_codes import CodedRandomSource
 from diptych.compute.loading.calibration import DIRECTIONS, Calibration, calibrated
 from diptych.compute.loading.packed_cache import PackedCache
 from diptych.compute.loading.quant import QuantisedCheckpoint, stored_weights
-from diptych.compute.loading.weights import Checkpoint, Meanwhile, Progress, RandomSource, Source, resolve_model_dir
+from diptych.compute.loading.random_weights import RandomSource
+from diptych.compute.loading.weights import Checkpoint, Meanwhile, Progress, Source, resolve_model_dir
 from diptych.compute.model import Blueprint, Model, draw_blueprint
 from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.compute.ops.cpu.kernels import choose_instruction_set

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from diptych.compute.loading.weights import RANDOM_BLOCK, RandomSource, RandomTensor
+from diptych.compute.loading.random_weights import RANDOM_BLOCK, RandomSource, RandomTensor
 from diptych.compute.ops.contract_parts import Codes
 from diptych.compute.ops.torch.device_codes import SCALE_DTYPES
 from diptych.ground.formats import KEPT_BITS, KeptFormat
