@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from diptych.compute.loading.attention import HeadsLoader
-from diptych.compute.loading.decoder import LayerLoader
+from diptych.compute.loading.mlps import MlpsLoader
 from diptych.compute.loading.naming import final_norm, head_name, table_name
 from diptych.compute.loading.weights import Checkpoint, FileTensor, Source
 from diptych.compute.model import Blueprint
@@ -251,7 +251,7 @@ class EagleBlueprint(Blueprint):
             source.tensor("lm_head.weight", spec.vocab_size, spec.hidden) if own_head else self.target.head()
         )
         head = loader.head(output)
-        layer = LayerLoader(source, loader, spec, 0, "")
+        layer = MlpsLoader(source, loader, spec, 0, "")
         fuse, attention, norms = (self._first if self.eagle.version == 1 else self._third)(loader, layer)
         mlp = spec.layers[0].mlp
         assert isinstance(mlp, MlpSpec)
@@ -274,7 +274,7 @@ class EagleBlueprint(Blueprint):
         )
 
     def _first(
-        self, loader: AnyLoader, layer: LayerLoader[Any, Any, Any, Any, Any]
+        self, loader: AnyLoader, layer: MlpsLoader[Any, Any, Any, Any, Any]
     ) -> tuple[tuple[Handle, Handle], dict[str, Any], dict[str, Any]]:
         """EAGLE-1: fc over (embedding, state); a layer that reads the stream itself."""
         width, source = self.spec.hidden, self.source
@@ -291,7 +291,7 @@ class EagleBlueprint(Blueprint):
         return (loader.linear(halves[0]), loader.linear(halves[1])), attention, norms
 
     def _third(
-        self, loader: AnyLoader, layer: LayerLoader[Any, Any, Any, Any, Any]
+        self, loader: AnyLoader, layer: MlpsLoader[Any, Any, Any, Any, Any]
     ) -> tuple[tuple[Handle, Handle], dict[str, Any], dict[str, Any]]:
         """EAGLE-3: q, k and v read (embedding, state), each normed; `fc` is a walk of its own."""
         width, source = self.spec.hidden, self.source
