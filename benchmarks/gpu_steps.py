@@ -21,7 +21,7 @@ import torch
 
 from diptych.compute.ops.torch import model as torch_model
 from diptych.compute.runner import random_model
-from diptych.engine.load import local_predictor
+from diptych.engine.model_profile import local_predictor
 from diptych.ground.config import ComputeConfig
 from diptych.ground.formats import KeptFormat
 from diptych.ground.shape import StepShape

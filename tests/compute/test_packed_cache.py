@@ -30,7 +30,7 @@ from diptych.compute.ops.cpus import Placement
 from diptych.compute.runner import load_model
 from diptych.cost.profile import load_profile
 from diptych.engine.llm import LLM
-from diptych.engine.load import profile_gap
+from diptych.engine.model_profile import profile_gap
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.models.files import WHOLE_FILE

@@ -21,7 +21,8 @@ from diptych.control.speculation import NOTHING, EveryGuess
 from diptych.engine.drafters import open_drafters
 from diptych.engine.drafting import Drafting, Draftings
 from diptych.engine.llm import LLM, Completion
-from diptych.engine.load import LoadedModel, load, size_pool
+from diptych.engine.load import LoadedModel, load
+from diptych.engine.pool_size import size_pool
 from diptych.ground.config import ComputeConfig, EngineConfig, engine_config
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase

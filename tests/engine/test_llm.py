@@ -20,7 +20,9 @@ from diptych.compute.model import Best, Want
 from diptych.cost.profile import profile_path
 from diptych.engine.engine import OutputDelta
 from diptych.engine.llm import LLM, Completion
-from diptych.engine.load import LoadedModel, local_predictor, size_pool
+from diptych.engine.load import LoadedModel
+from diptych.engine.model_profile import local_predictor
+from diptych.engine.pool_size import size_pool
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import (
     BadSampling,

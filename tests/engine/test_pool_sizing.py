@@ -17,8 +17,9 @@ from diptych.compute.ops.cpu.kernels import MOST_HEAD_DIM, MOST_LATENT_DIM
 from diptych.compute.runner import load_model
 from diptych.cost.places import MAX_PLACES, MAX_STEP_S, places
 from diptych.engine import memory
-from diptych.engine.load import bundled_dir, load, make_engine, size_pool
+from diptych.engine.load import bundled_dir, load, make_engine
 from diptych.engine.memory import Memory, memory_of
+from diptych.engine.pool_size import size_pool
 from diptych.ground.config import ComputeConfig, EngineConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, ConfigError
 
@@ -87,7 +88,7 @@ def test_too_much_kv_memory_is_refused_before_the_weights_are_read(
     model = load("bundled", EngineConfig(compute=compute)).model
     too_much = EngineConfig(compute=compute, kv_memory_bytes=2**50)
     gigabyte = Memory(2**31, 2**30)
-    monkeypatch.setattr("diptych.engine.load.memory_of", lambda device: gigabyte)
+    monkeypatch.setattr("diptych.engine.pool_size.memory_of", lambda device: gigabyte)
     with pytest.raises(CapacityError) as late:
         size_pool(model, too_much)
 

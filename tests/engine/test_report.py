@@ -14,7 +14,7 @@ from tests.engine.test_speculation import unpriced
 from diptych.compute.ceilings import Ceilings, compute_dtype, is_measured_natively, machine_ceilings
 from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.compute.ops.cpus import Placement
-from diptych.engine import load as load_room
+from diptych.engine import model_profile
 from diptych.engine import report as report_room
 from diptych.engine.cost_view import CostView
 from diptych.engine.llm import LLM, Completion
@@ -135,8 +135,8 @@ def test_a_backend_that_is_faster_for_a_phase_is_named(
     profile = tmp_path / "hardware.json"
     elsewhere = {"backend": "other", "weights": weights, "prefill": 3.0, "decode": 0.5}
     profile.write_text(json.dumps({"elsewhere": elsewhere}))
-    monkeypatch.setattr(load_room, "is_measured", lambda _: True)
-    monkeypatch.setattr(load_room, "load_profile", lambda **_: json.loads(profile.read_text()))
+    monkeypatch.setattr(model_profile, "is_measured", lambda _: True)
+    monkeypatch.setattr(model_profile, "load_profile", lambda **_: json.loads(profile.read_text()))
     monkeypatch.setattr(report_room, "local_predictor", lambda _: None)
     report = phase_report(loaded, observer, ceilings=CEILINGS, usage=done.usage, timings=done.timings)
     assert f"prefill: the other backend is 3.0 times as fast here with {weights} weights" in report.table()
@@ -167,15 +167,15 @@ def test_a_profile_of_another_number_of_threads_says_so(
 ) -> None:
     """A profile of two threads priced the steps of one: half of what they took, and the stall budget believed it."""
     profile, own = tmp_path / "hardware.json", loaded.model.threads
-    monkeypatch.setattr(load_room, "is_measured", lambda _: True)
-    monkeypatch.setattr(load_room, "load_profile", lambda **_: json.loads(profile.read_text()))
+    monkeypatch.setattr(model_profile, "is_measured", lambda _: True)
+    monkeypatch.setattr(model_profile, "load_profile", lambda **_: json.loads(profile.read_text()))
     profile.write_text(json.dumps({"threads": own + 1}))
     words = f"measured with {own + 1} threads, not with {own} thread"
-    assert words in (load_room.profile_gap(loaded.model) or "")
-    assert load_room.local_predictor(loaded.model) is None
+    assert words in (model_profile.profile_gap(loaded.model) or "")
+    assert model_profile.local_predictor(loaded.model) is None
     for fits in ({"threads": own}, {}):  # one from before there was such an entry
         profile.write_text(json.dumps(fits))
-        assert load_room.profile_gap(loaded.model) is None
+        assert model_profile.profile_gap(loaded.model) is None
 
 
 def test_layers_and_experts_of_several_formats_are_seen_as_they_are(loaded: LoadedModel) -> None:

@@ -24,7 +24,8 @@ from diptych.compute import ceilings
 from diptych.compute.runner import random_model
 from diptych.cost.calibration import Cache
 from diptych.cost.profile import load_profile, read_profile
-from diptych.engine.load import bundled_dir, load, local_predictor
+from diptych.engine.load import bundled_dir, load
+from diptych.engine.model_profile import local_predictor
 from diptych.ground.clock import VirtualClock, sleep_s
 from diptych.ground.config import ComputeConfig, EngineConfig, SchedulerConfig
 from diptych.ground.errors import ConfigError

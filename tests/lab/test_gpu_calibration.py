@@ -26,9 +26,9 @@ from diptych.cost.memory import capacity_of
 from diptych.cost.profile import load_profile, profile_path, read_profile
 from diptych.cost.setup import find_hardware, own_quant, setup_of
 from diptych.cost.tables import kv_spec
-from diptych.engine import load as load_room
-from diptych.engine.load import local_predictor, profile_gap
+from diptych.engine import model_profile
 from diptych.engine.memory import Memory
+from diptych.engine.model_profile import local_predictor, profile_gap
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError, ConfigError
 from diptych.ground.phase import Phase
@@ -328,7 +328,7 @@ def _gpu_profile(home: Path, **changed: object) -> None:
 
 def test_profiles_of_cpu_and_gpu_say_so_to_each_other(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both heard "only CPUs are measured", or what the other's steps take."""
-    monkeypatch.setattr(load_room, "memory_of", lambda device: Memory(H200_BYTES, H200_BYTES))
+    monkeypatch.setattr(model_profile, "memory_of", lambda device: Memory(H200_BYTES, H200_BYTES))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     on_gpu, on_cpu = model_on("cuda"), model_on("cpu")
     assert profile_gap(on_gpu) == "this GPU was never measured (diptych lab calibrate --device cuda)"
@@ -371,8 +371,8 @@ STALE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_a_profile_of_another_gpu_is_stale(name: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one of another kernel set is on a CPU."""
     facts, changed, words = STALE[name]
-    monkeypatch.setattr(load_room, "memory_of", lambda device: Memory(H200_BYTES, H200_BYTES))
-    monkeypatch.setattr(load_room, "card_of", lambda device: f"{CARD} sm_90")
+    monkeypatch.setattr(model_profile, "memory_of", lambda device: Memory(H200_BYTES, H200_BYTES))
+    monkeypatch.setattr(model_profile, "card_of", lambda device: f"{CARD} sm_90")
     _gpu_profile(home, **changed)
     model = model_on("cuda", **facts)
     assert words in (profile_gap(model) or "")
@@ -402,8 +402,8 @@ def test_no_calibration_is_asked_for_that_would_change_nothing(
 ) -> None:
     """Who ran the command that was named here, heard the same again."""
     facts, words = UNTIMED[name]
-    monkeypatch.setattr(load_room, "memory_of", lambda device: Memory(H200_BYTES, H200_BYTES))
-    monkeypatch.setattr(load_room, "card_of", lambda device: f"{CARD} sm_90")
+    monkeypatch.setattr(model_profile, "memory_of", lambda device: Memory(H200_BYTES, H200_BYTES))
+    monkeypatch.setattr(model_profile, "card_of", lambda device: f"{CARD} sm_90")
     model = model_on("cuda", **facts)
     before = profile_gap(model)
     assert before == (

@@ -19,7 +19,8 @@ from diptych.cli.written import refuse_unread
 from diptych.compute.runner import random_model
 from diptych.cost.profile import profile_path
 from diptych.cost.setup import BUNDLED
-from diptych.engine.load import LoadedModel, bundled_dir, load, local_predictor, profile_gap
+from diptych.engine.load import LoadedModel, bundled_dir, load
+from diptych.engine.model_profile import local_predictor, profile_gap
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import BY_TEXT, ComputeConfig, EngineConfig
 from diptych.ground.errors import ConfigError

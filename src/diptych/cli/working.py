@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from diptych.engine.cost_view import CostView
     from diptych.engine.engine import Engine, OutputDelta
     from diptych.engine.llm import LLM, Completion
-    from diptych.engine.load import LoadedModel, load, local_predictor, model_dir, profile_gap
+    from diptych.engine.load import LoadedModel, load, model_dir
+    from diptych.engine.model_profile import local_predictor, profile_gap
     from diptych.engine.report import PhaseObserver, PhaseReport, phase_report
     from diptych.lab.bench import BenchReport, StaticBench
     from diptych.lab.load_picture import check_ending, draw
@@ -49,7 +50,8 @@ HOMES = {
     "diptych.engine.cost_view": "CostView",
     "diptych.engine.engine": "Engine OutputDelta",
     "diptych.engine.llm": "Completion LLM",
-    "diptych.engine.load": "LoadedModel load local_predictor model_dir profile_gap",
+    "diptych.engine.load": "LoadedModel load model_dir",
+    "diptych.engine.model_profile": "local_predictor profile_gap",
     "diptych.engine.report": "PhaseObserver PhaseReport phase_report",
     "diptych.lab.bench": "BenchReport StaticBench",
     "diptych.lab.load_picture": "check_ending draw",

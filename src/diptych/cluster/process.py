@@ -23,8 +23,10 @@ from diptych.cluster.runner import WorkerRunner
 from diptych.cluster.worker import Worker
 from diptych.compute.sampling.structured import GrammarCompiler
 from diptych.cost.shared_machine import Speeds
-from diptych.engine.load import KV_MEMORY_SHARE, load, local_predictor, make_machinery, profile_gap
+from diptych.engine.load import load, make_machinery
 from diptych.engine.memory import memory_of
+from diptych.engine.model_profile import local_predictor, profile_gap
+from diptych.engine.pool_size import KV_MEMORY_SHARE
 from diptych.engine.spans import spans_to
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import EngineConfig

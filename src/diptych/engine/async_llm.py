@@ -14,7 +14,8 @@ from typing import Any, Self
 from diptych.control.stats import CoreStats, WorkerStats
 from diptych.engine.engine import Engine, OpenRequest, OutputDelta
 from diptych.engine.holder import EngineHolder
-from diptych.engine.load import LoadedModel, Progress, make_engine, opened, profile_gap
+from diptych.engine.load import LoadedModel, Progress, make_engine, opened
+from diptych.engine.model_profile import profile_gap
 from diptych.engine.prompts import Prompt
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import CapacityError, EngineError, ExecutorError, RequestError

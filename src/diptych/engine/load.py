@@ -1,7 +1,4 @@
-"""From a model's name to an engine ready to step: checkpoint, tokenizer, template, KV pool, scheduler.
-
-Owns the sizing of the KV pool: how many blocks fit, and the refusal, with the largest context that would, when they do not.
-"""
+"""From a model's name to an engine ready to step: checkpoint, tokenizer, template, KV pool (`pool_size`), scheduler."""
 
 from __future__ import annotations
 
@@ -12,14 +9,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from diptych.compute.drafting.drafter import Drafter
 from diptych.compute.loading.weights import resolve_model_dir
-from diptych.compute.ops.cpu.kernels import faster_set
-from diptych.compute.ops.torch.model import card_of
 from diptych.compute.pooler import Pooler
-from diptych.compute.runner import Model, load_model, memory_of_block
+from diptych.compute.runner import Model, load_model
 from diptych.compute.sampling.sampler import Sampler
 from diptych.compute.sampling.structured import GrammarCompiler
 from diptych.control.loop import EngineCore
@@ -27,45 +20,33 @@ from diptych.control.scheduler import Predict
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.drafts.measured import MeasuredDraftPrices
 from diptych.cost.drafts.prices import DraftPrices
-from diptych.cost.kv_bytes import STATE_BYTES
-from diptych.cost.places import MAX_STEP_S, STATE_MEMORY_SHARE, Places, beside_states, places, state_places
-from diptych.cost.profile import COMMANDS, is_measured, load_profile
-from diptych.cost.roofline import NoRate
+from diptych.cost.places import MAX_STEP_S, Places, beside_states, places
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.adapters import Adapters
 from diptych.engine.calibration_text import calibration_of
-from diptych.engine.cost_view import CostView
 from diptych.engine.drafters import OpenDrafter, open_drafters
 from diptych.engine.drafting import Drafting, Draftings
 from diptych.engine.encoder import Encoder, open_encoder
 from diptych.engine.engine import Engine
 from diptych.engine.executor import ModelExecutor
-from diptych.engine.memory import Memory, memory_of
+from diptych.engine.model_profile import local_predictor
+from diptych.engine.pool_size import KV_MEMORY_SHARE, POOL_CONTEXTS, blocks_for, check_pool, size_pool
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.engine.text.words import words_of
-from diptych.ground.bounds import real, shown
+from diptych.ground.bounds import shown
 from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.config import BALANCED, BY_TEXT, SETTINGS, BlockConfig, ComputeConfig, EngineConfig, engine_config
-from diptych.ground.errors import CapacityError, ConfigError, LoadError
-from diptych.ground.phase import Phase
+from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.shape import StepShape
 from diptych.models.files import no_model
 from diptych.models.gguf.file import find_gguf
-from diptych.models.gpu_kernels import left_to_torch
 from diptych.models.named import SHAPES
-from diptych.models.spec import ModelSpec
 from diptych.stepper import Observe
 
 logger = logging.getLogger("diptych.engine")
 
 BUNDLED_MODEL = "diptych-10m"
-SAME_MEMORY = 0.03  # by which the memory that two drivers find on one card may differ
-FASTER = 1.05  # times as fast, from which on another backend is worth a word
-# share of the memory that is free after loading which the KV pool may take when nobody says otherwise
-KV_MEMORY_SHARE = 0.5
-# sequences of the whole context that a pool has room for, where nobody says how many run and memory allows
-POOL_CONTEXTS = 64
 # a full step of prefill that is predicted to take longer is worth a word: it holds every running stream
 LONG_STEP_S = 1.0
 Progress = Callable[[int, int], None]
@@ -143,7 +124,7 @@ def load(
         config.compute,
         max_context_tokens=config.max_context_tokens,
         progress=progress,
-        check=lambda spec: _check_pool(spec, config),
+        check=lambda spec: check_pool(spec, config),
         meanwhile=words,
         calibration=calibration_of(config.calibrate, lambda: words()[0]) if is_balancing else None,
     )
@@ -201,224 +182,6 @@ def opened(
             f"{late[0]} is set, but the model is already loaded", hint="give the setting when it is loaded"
         )
     return model, config
-
-
-@dataclass(frozen=True, slots=True)
-class PoolSize:
-    """Of a KV pool: the longest sequence, its blocks, and places for states, of models that have some."""
-
-    context_tokens: int
-    n_blocks: int
-    n_places: int
-
-
-def size_pool(model: Model, config: EngineConfig, drafters: Sequence[OpenDrafter] = ()) -> PoolSize:
-    """The KV pool; each drafter's store has as many blocks, out of the same memory.
-
-    Raises ConfigError when the asked context is longer than the model's, CapacityError when it does not fit in memory or
-    when more memory is given than there is; the message names the largest context that fits.
-    """
-    block_bytes = model.kv_bytes_per_block(config.block_tokens) + sum(one.block_bytes for one in drafters)
-    scratch_bytes = sum(one.scratch_bytes for one in drafters)
-    memory = memory_of(model.device)
-    size = _pool(model.spec.max_context_tokens, block_bytes, model.state_bytes, memory, config, scratch_bytes)
-    asked = config.max_context_tokens or model.spec.max_context_tokens
-    if size.context_tokens < asked:
-        given = size.n_blocks * block_bytes
-        logger.warning("context lowered from=%d to=%d reason=kv_memory bytes=%d", asked, size.context_tokens, given)
-    return size
-
-
-def _check_pool(spec: ModelSpec, config: EngineConfig) -> None:
-    """Refuse before the weights are read what `size_pool` would refuse after, when less memory is free."""
-    device, block_bytes = memory_of_block(spec, config.compute, config.block_tokens)
-    _pool(spec.max_context_tokens, block_bytes, spec.state_elements * STATE_BYTES, memory_of(device), config)
-
-
-def _pool(
-    model_context: int,
-    block_bytes: int,
-    state_bytes: int,
-    memory: Memory,
-    config: EngineConfig,
-    scratch_bytes: int = 0,
-) -> PoolSize:
-    asked, block_tokens = config.max_context_tokens, config.block_tokens
-    if asked is not None and asked > model_context:
-        raise ConfigError(
-            f"max_context_tokens is {asked}; {model_context} is the most this model has positions for",
-            hint=f"ask for at most {model_context}",
-        )
-    context = asked or model_context
-    memory_bytes = config.kv_memory_bytes
-    if memory_bytes is None:
-        memory_bytes = int(memory.available_bytes * KV_MEMORY_SHARE)
-    elif memory_bytes > memory.available_bytes:
-        largest = memory.available_bytes // block_bytes * block_tokens if block_bytes else 0
-        raise CapacityError(
-            f"kv_memory_bytes is {memory_bytes}; of the {memory.total_bytes} bytes of memory here {memory.available_bytes} "
-            "are free" + (f", which hold at most {largest} tokens" if block_bytes else ""),
-            hint=f"leave kv_memory_bytes out to use {KV_MEMORY_SHARE:.0%} of what is free"
-            + (f", and ask for a context of at most {min(largest, model_context)}" if largest else ""),
-        )
-    n_places = _places(state_bytes, memory_bytes, config)
-    needed_blocks = _blocks(context, block_tokens)
-    if not block_bytes:  # no layer attends: blocks number tokens, and take no memory
-        return PoolSize(context, needed_blocks * (config.scheduler.max_running_sequences or POOL_CONTEXTS), n_places)
-    fitting_blocks = max(0, memory_bytes - scratch_bytes - n_places * state_bytes) // block_bytes
-    if needed_blocks > fitting_blocks:
-        largest = fitting_blocks * block_tokens
-        if asked is not None or config.kv_memory_bytes is not None or largest < 2:
-            smaller = f"ask for max_context_tokens of at most {largest}, or " if largest >= 2 else ""
-            raise CapacityError(
-                f"a context of {context} tokens needs {needed_blocks * block_bytes} bytes of KV cache"
-                + _beside(n_places * state_bytes, scratch_bytes)
-                + f"; {memory_bytes} bytes are allowed, which hold at most {largest} tokens ({fitting_blocks} blocks)",
-                hint=f"{smaller}raise kv_memory_bytes (a block of {block_tokens} tokens has {block_bytes} bytes)",
-            )
-        context, needed_blocks = largest, fitting_blocks
-    wanted_blocks = needed_blocks * (config.scheduler.max_running_sequences or POOL_CONTEXTS)
-    return PoolSize(context, max(needed_blocks, min(wanted_blocks, fitting_blocks)), n_places)
-
-
-def _beside(states_bytes: int, scratch_bytes: int) -> str:
-    """What of a pool's memory is for no block, as a message ends with it."""
-    parts = ((states_bytes, "states of sequences"), (scratch_bytes, "the rows of drafters"))
-    said = " and ".join(f"{n} for {what}" for n, what in parts if n)
-    return f", beside {said}" if said else ""
-
-
-def _places(state_bytes: int, memory_bytes: int, config: EngineConfig) -> int:
-    scheduler = config.scheduler
-    running = scheduler.max_running_sequences
-    found = state_places(state_bytes, memory_bytes, running=running, is_caching=scheduler.enable_prefix_cache)
-    least = running or 1
-    if state_bytes and found < least:
-        raise CapacityError(
-            f"{least} sequences need {least * state_bytes} bytes for their states; {memory_bytes} bytes are allowed for those "
-            f"and the KV cache, {STATE_MEMORY_SHARE:.0%} of them for states",
-            hint="raise kv_memory_bytes" + ("" if running is None else f", or ask for at most {found} sequences"),
-        )
-    return found
-
-
-def _blocks(n_tokens: int, block_tokens: int) -> int:
-    return -(-n_tokens // block_tokens)
-
-
-def profile_kind(model: Model) -> str:
-    """Which of the machine's profiles speaks of this model's steps."""
-    return "cpu" if model.device.type == "cpu" else "gpu"
-
-
-def calibration_command(model: Model) -> str:
-    """What measures what this model runs on."""
-    is_only = model.device.type == "cpu" and not torch.cuda.is_available()
-    return "diptych lab calibrate" if is_only else COMMANDS[profile_kind(model)]
-
-
-def measured_kernels(model: Model) -> str:
-    """What a profile's times hold for: the kernel set; on a GPU the card with the versions of what made its kernels, without
-    ours where torch's own have the model.
-    """
-    if model.device.type == "cpu":
-        return model.instruction_set
-    return f"{model.instruction_set if model.keeps_bits else card_of(model.device)}, torch {torch.__version__}"
-
-
-def profile_gap(model: Model) -> str | None:
-    """Why this machine's measured profile says nothing of the model's step times, with the command that changes it where one
-    does; None where it says it.
-    """
-    untimed = _never_timed_on_gpu(model)
-    if untimed is not None:
-        return untimed
-    kind, command = profile_kind(model), calibration_command(model)
-    if not is_measured(kind):
-        own, other = ("machine", "GPU") if kind == "cpu" else ("GPU", "processor")
-        beside = is_measured("gpu" if kind == "cpu" else "cpu")
-        others = f", only its {other} was" if kind == "cpu" else f", only the {other} beside it was"
-        return f"this {own} was never measured{others if beside else ''} ({command})"
-    profile = load_profile(kind=kind)
-    differing = _unlike_cpu(profile, model) if kind == "cpu" else _unlike_gpu(profile, model)
-    if differing is not None:
-        return f"this {'machine' if kind == 'cpu' else 'GPU'} was measured {differing} ({command})"
-    if kind == "gpu":
-        try:
-            _predictor(profile, model)
-        except NoRate as error:
-            return f"{model.weights_format} weights are not timed on a GPU: {error.message}"
-    return None
-
-
-def _never_timed_on_gpu(model: Model) -> str | None:
-    """Why no calibration of the GPU would have its times: torch's kernels compute it where ours run, and ours are timed."""
-    is_by_torch = model.device.type != "cpu" and not model.keeps_bits
-    if not is_by_torch or model.instruction_set == card_of(model.device):  # where ours do not run, torch's are timed
-        return None
-    found = left_to_torch(model.spec)
-    why = f"for {model.weights_format} weights" if found is None else f"for its {found}"
-    return f"torch's kernels compute this model on a GPU, {why}; only ours are timed"
-
-
-def _unlike_cpu(profile: dict[str, Any], model: Model) -> str | None:
-    measured, own = profile.get("backend", model.backend_name), model.backend_name
-    if measured == own:
-        measured, own = profile.get("kernels", model.instruction_set), model.instruction_set
-    if measured == own:
-        measured, own = (f"{n} thread{'s' * (n != 1)}" for n in (profile.get("threads", model.threads), model.threads))
-    return None if measured == own else f"with {measured}, not with {own}"
-
-
-def _unlike_gpu(profile: dict[str, Any], model: Model) -> str | None:
-    measured, own = profile.get("kernels"), measured_kernels(model)
-    if measured != own:
-        return f"with {measured}, not with {own}"
-    then, now = (n / 2**30 for n in (real(profile.get("memory_bytes")) or 0.0, memory_of(model.device).total_bytes))
-    if abs(then / now - 1.0) > SAME_MEMORY:  # a part of the card, or another of its name
-        return f"with {then:.0f} GiB of memory, not with {now:.0f}"
-    return None
-
-
-def _predictor(profile: dict[str, Any], model: Model) -> CalibratedModel:
-    view = CostView(model)
-    return CalibratedModel.from_profile(profile, view.spec, view.quant, kv=view.kv)
-
-
-def faster_kernels(model: Model) -> str | None:
-    """The kernel set that this processor has and the model, told to use another, does not use; None where there is none."""
-    return faster_set(model.instruction_set) if model.backend_name == "cpu" else None
-
-
-def faster_backends(model: Model) -> dict[str, str]:
-    """Phases in which another backend was measured to be faster on this machine with the same weights, and how much.
-
-    The profile compares two backends, that which it is of and another; the model may run on either of them.
-    """
-    profile = load_profile() if profile_kind(model) == "cpu" and is_measured("cpu") else {}
-    other = profile.get("elsewhere")
-    if not isinstance(other, dict) or other.get("weights") != model.weights_format:
-        return {}
-    if profile_gap(model) is None:
-        name, power = other.get("backend"), 1
-    elif model.backend_name == other.get("backend"):
-        name, power = profile.get("backend"), -1
-    else:
-        return {}
-    times = {phase.value: other.get(phase.value) for phase in Phase}
-    gains = {phase: value**power for phase, value in times.items() if isinstance(value, float) and value > 0.0}
-    return {
-        phase: f"the {name} backend is {gain:.1f} times as fast here with {model.weights_format} weights"
-        for phase, gain in gains.items()
-        if gain > FASTER
-    }
-
-
-def local_predictor(model: Model) -> CalibratedModel | None:
-    """Step times predicted from this machine's measured profile; None where `profile_gap` says why not."""
-    if profile_gap(model) is not None:
-        return None
-    return _predictor(load_profile(kind=profile_kind(model)), model)
 
 
 def default_places(pool_tokens: int, context_tokens: int, calibrated: CalibratedModel | None) -> Places:
@@ -548,7 +311,7 @@ def _tell_defaults(
     """Say at start what was settled and why; docs/serving.md has the reasons at length."""
     if config.kv_memory_bytes is not None:
         why = "asked for"
-    elif n_blocks == _blocks(context, config.block_tokens) * POOL_CONTEXTS:
+    elif n_blocks == blocks_for(context, config.block_tokens) * POOL_CONTEXTS:
         why = f"{POOL_CONTEXTS} whole contexts"
     else:
         why = f"{KV_MEMORY_SHARE:.0%} of the free memory, or one context"

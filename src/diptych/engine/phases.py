@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 from diptych.compute.batch import ForwardBatch, StatePlaces
 from diptych.compute.kv_store import KVStore
 from diptych.compute.loading.quant import CHECKSUMS, checksum, checksums_of
-from diptych.engine.load import LoadedModel, opened, size_pool
+from diptych.engine.load import LoadedModel, opened
+from diptych.engine.pool_size import size_pool
 from diptych.ground.bounds import Bound, ids, shown
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import CapacityError, ConfigError, LoadError, PromptTooLong, RequestError

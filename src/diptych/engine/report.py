@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from diptych.compute.ceilings import ABOVE, Ceilings
 from diptych.cost.calibrated import CalibratedModel
 from diptych.engine.cost_view import CostView
-from diptych.engine.load import LoadedModel, faster_backends, faster_kernels, local_predictor, profile_gap
+from diptych.engine.load import LoadedModel
+from diptych.engine.model_profile import faster_backends, faster_kernels, local_predictor, profile_gap
 from diptych.ground.events import Event, Timings, Usage
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from diptych.engine.load import FASTER
+from diptych.engine.model_profile import FASTER
 
 
 def calibration_words(profile: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,9 @@ from diptych.compute.runner import Model, random_model
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.profile import load_profile
 from diptych.engine.cost_view import CostView
-from diptych.engine.load import LoadedModel, local_predictor, profile_gap, profile_kind, size_pool
+from diptych.engine.load import LoadedModel
+from diptych.engine.model_profile import local_predictor, profile_gap, profile_kind
+from diptych.engine.pool_size import size_pool
 from diptych.ground.config import EngineConfig
 from diptych.ground.shape import StepShape
 from diptych.lab.drive import Engines

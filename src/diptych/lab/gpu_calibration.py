@@ -26,8 +26,8 @@ from diptych.compute.ops.torch.model import device_name
 from diptych.compute.runner import random_model
 from diptych.cost.calibration import latent_layers
 from diptych.cost.profile import SCHEMA
-from diptych.engine.load import measured_kernels
 from diptych.engine.memory import memory_of
+from diptych.engine.model_profile import measured_kernels
 from diptych.ground.clock import wall_time_s
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import CapacityError

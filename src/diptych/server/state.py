@@ -11,7 +11,7 @@ from diptych.compute.ceilings import Ceilings
 from diptych.cost.parameters import attention_flops_per_pair, linear_parameter_count
 from diptych.engine.async_llm import AsyncLLM
 from diptych.engine.cost_view import CostView
-from diptych.engine.load import faster_kernels
+from diptych.engine.model_profile import faster_kernels
 from diptych.engine.spans import spans_to
 from diptych.engine.text.template import DEFAULT_TEMPLATE_WORDS
 from diptych.ground.errors import ConfigError, EngineError
