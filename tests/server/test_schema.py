@@ -19,8 +19,9 @@ from diptych.server.config import ServerConfig
 from diptych.server.http.bases import Body
 from diptych.server.http.door import parse
 from diptych.server.http.errors import ApiError, error_body, error_response, from_engine_error
-from diptych.server.schema import ChatBody, CompletionBody, depth_of
+from diptych.server.schema import ChatBody, CompletionBody
 from diptych.server.text_bodies import TokenizeBody
+from diptych.server.values import depth_of
 
 USER = {"role": "user", "content": "hi"}
 

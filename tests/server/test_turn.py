@@ -9,7 +9,7 @@ import pytest
 from openai import BadRequestError, OpenAI
 from pydantic import BaseModel
 
-from diptych.server.schema import MAX_PROMPTS
+from diptych.server.values import MAX_PROMPTS
 from server_process import ServerProcess
 
 CITY = {

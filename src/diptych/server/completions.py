@@ -28,8 +28,9 @@ from diptych.server.http.errors import ApiError, of_stream
 from diptych.server.http.sse import DONE, error_event, event
 from diptych.server.logprobs import TextOffsets, finite
 from diptych.server.progress import WatchedSteps, open_watched
-from diptych.server.schema import MAX_PROMPTS, CompletionBody
+from diptych.server.schema import CompletionBody
 from diptych.server.structured import constraint_field, structured_spec
+from diptych.server.values import MAX_PROMPTS
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

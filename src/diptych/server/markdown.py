@@ -17,8 +17,8 @@ from markdown_it.rules_inline import StateInline
 from markdown_it.token import Token
 from markdown_it.utils import OptionsDict
 
+from diptych.server.http.bases import Body
 from diptych.server.http.errors import ApiError
-from diptych.server.schema import Body
 
 MAX_BYTES = 256 * 1024  # of UTF-8; an answer of 32,768 tokens of English has about half of it
 MAX_S = 2.0  # some texts take the square of their length: 100,000 opening brackets 20 s

@@ -8,7 +8,8 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic.config import JsonDict
 
 from diptych.server.http.bases import StopAtFirst, conflict
-from diptych.server.schema import MAX_MESSAGES, CacheSalt, ChatPrompt, Message, TellingBody, Whole
+from diptych.server.schema import MAX_MESSAGES, ChatPrompt, Message, TellingBody
+from diptych.server.values import CacheSalt, Whole
 
 
 def _given(name: str, kind: str) -> JsonDict:

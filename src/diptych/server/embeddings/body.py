@@ -14,7 +14,8 @@ from pydantic import AliasChoices, Field, PlainValidator, WithJsonSchema, model_
 from diptych.server.http.bases import Body, StopAtFirst, conflict
 from diptych.server.http.fields import Refusal
 from diptych.server.prompts import Prompt, prompts_of, prompts_schema
-from diptych.server.schema import RequestBody, User, Whole
+from diptych.server.schema import RequestBody
+from diptych.server.values import User, Whole
 
 MAX_INPUTS = 2048  # OpenAI's
 MAX_DIMENSIONS = 2**20

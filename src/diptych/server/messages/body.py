@@ -15,7 +15,8 @@ from diptych.ground.request import BOUNDS
 from diptych.server.http.bases import MAX_TOOLS, Body, StopAtFirst, branch_of_type, conflict
 from diptych.server.http.fields import REFUSED as REFUSED_BY_ALL
 from diptych.server.http.fields import Refusal
-from diptych.server.schema import MAX_MESSAGES, JsonSchema, SamplingBody, Stop, TemplateVariables, Whole
+from diptych.server.schema import MAX_MESSAGES, SamplingBody
+from diptych.server.values import JsonSchema, Stop, TemplateVariables, Whole
 
 _HERE = "nothing runs here but the model; run it yourself, and send what it gave as a tool_result"
 # ways to say that nothing is to be cleared

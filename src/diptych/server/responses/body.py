@@ -18,20 +18,9 @@ from diptych.server.http.bases import MAX_TOOLS, Body, StopAtFirst, branch_of_ty
 from diptych.server.http.fields import NO_EFFECT as NO_EFFECT_ON_ALL
 from diptych.server.http.fields import REFUSED as REFUSED_BY_ALL
 from diptych.server.http.fields import Refusal
-from diptych.server.schema import (
-    MAX_MESSAGES,
-    FunctionSpec,
-    JsonSchema,
-    SamplingBody,
-    Stop,
-    TemplateVariables,
-    ToolName,
-    User,
-    Whole,
-    bounded,
-    json_size,
-)
+from diptych.server.schema import MAX_MESSAGES, FunctionSpec, SamplingBody, ToolName
 from diptych.server.tool_choice import ToolChoice, chosen
+from diptych.server.values import JsonSchema, Stop, TemplateVariables, User, Whole, bounded, json_size
 
 _STORED_ONLY = "only responses are kept here; go on from one with previous_response_id"
 
