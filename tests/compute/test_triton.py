@@ -15,7 +15,7 @@ from kinds import KINDS, Kind, in_turns
 from test_torch_ops import Memory, noise, world
 
 from checkpoints import FAMILIES, make_checkpoint
-from diptych.compute.adapters import LowRank, Site
+from diptych.compute.adapters import LowRank
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.model import Model
@@ -24,6 +24,7 @@ from diptych.compute.ops.contract import Activation, AttentionSpec, LinearParts,
 from diptych.compute.ops.tolerances import EdgeShape
 from diptych.compute.ops.torch.loader import TorchAttention
 from diptych.compute.runner import load_model
+from diptych.compute.sites import Site
 from diptych.ground.config import ComputeConfig
 from diptych.models.latent import IndexSpec, MlaSpec
 from worlds import alone, beside, differing, prompt

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from diptych.compute.adapters import Sites
 from diptych.compute.loading.weights import Source
 from diptych.compute.ops.contract import (
     Activation,
@@ -52,6 +51,7 @@ from diptych.compute.ops.cpu.parts import Rows, warn_of_large_channel
 from diptych.compute.ops.cpus import allowed_cpus, choose_cpus
 from diptych.compute.ops.made import made_parts
 from diptych.compute.ops.shares import OwnHeads, Rank, head_rows
+from diptych.compute.sites import Sites
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError
 from diptych.ground.formats import head_format

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from diptych.compute.adapters import Adapter, LowRank, Site
+from diptych.compute.adapters import Adapter, LowRank
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore
 from diptych.compute.model import Best, Blueprint, Model, Want
@@ -26,6 +26,7 @@ from diptych.compute.ops.cpu.loader import CpuLoader
 from diptych.compute.ops.cpu.recorder import CpuOps
 from diptych.compute.ops.shares import Rank
 from diptych.compute.sampling.drawing import Weighed
+from diptych.compute.sites import Site
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, ExecutorError, LoadError
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from diptych.compute.adapters import Sites
 from diptych.compute.ops.contract import (
     Activation,
     AttentionSpec,
@@ -24,6 +23,7 @@ from diptych.compute.ops.contract import (
     WeightTensor,
 )
 from diptych.compute.ops.torch.device_codes import CodedWeight, JoinedWeight, Weight, empty_stack, joined, on_device
+from diptych.compute.sites import Sites
 from diptych.ground.formats import DeviceFormat
 from diptych.models.mlp import MoeSpec
 

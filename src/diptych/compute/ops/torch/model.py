@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from diptych.compute.adapters import Adapter, LowRank, by_linear
+from diptych.compute.adapters import Adapter, LowRank
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import KVStore, TorchKVStore
 from diptych.compute.model import Blueprint, Model, Want
@@ -19,6 +19,7 @@ from diptych.compute.ops.cpus import Placement
 from diptych.compute.ops.torch.loader import TorchLoader
 from diptych.compute.ops.torch.ops import TorchAdapter, TorchOps
 from diptych.compute.sampling.drawing import PlainDrawing, Weighed
+from diptych.compute.sites import by_linear
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, ExecutorError
 from diptych.models.spec import ModelSpec

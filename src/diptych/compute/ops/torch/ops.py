@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from diptych.compute.adapters import LowRank, Site
+from diptych.compute.adapters import LowRank
 from diptych.compute.batch import ForwardBatch
 from diptych.compute.kv_store import TorchKVStore
 from diptych.compute.ops.contract import Activation, AttentionSpec, Ops, QkNorm, RopeSpec, Taps, refuse_logits
@@ -38,6 +38,7 @@ from diptych.compute.ops.torch.routing import route
 from diptych.compute.ops.torch.states import TorchStates
 from diptych.compute.ops.torch.step_numbers import StepNumbers
 from diptych.compute.ops.torch.streams import TorchStreams
+from diptych.compute.sites import Site
 from diptych.models.gates import CLAMPED, GateForm
 from diptych.models.positions import QueryScale
 
