@@ -23,7 +23,7 @@ from diptych.compute.ceilings import Ceilings, machine_ceilings
 from diptych.compute.ops.cpu.kernels import measure_signal_s
 from diptych.compute.ops.cpu.model import CpuModel
 from diptych.compute.runner import random_model
-from diptych.cost.components import ATTENTION
+from diptych.cost.phase_cost import ATTENTION
 from diptych.engine.cost_view import CostView
 from diptych.engine.load import make_machinery
 from diptych.ground.clock import MonotonicClock

@@ -26,9 +26,10 @@ from typing import Any
 from diptych.cost.adapters import adapter_bytes, adapter_parameters
 from diptych.cost.attended import Attended, Reach, Scored, all_of, pairs, reach_of, read_tokens
 from diptych.cost.calibration import Calibration, Constants, Coverage, prompts_in
-from diptych.cost.components import ATTENTION, attention_widths, cost_of
+from diptych.cost.components import attention_widths, cost_of
 from diptych.cost.kv_bytes import index_kv_bytes, layer_kv_bytes
 from diptych.cost.layout import HOP_S, PLAIN, Layout
+from diptych.cost.phase_cost import ATTENTION
 from diptych.cost.profile import read_profile
 from diptych.cost.reach import Gap, gaps_of, interval, load_gaps, load_spread_squared, squared
 from diptych.cost.roofline import attention_peak, compute_dtype, link_rate, longest, multiplies_in, peak_flops_per_s

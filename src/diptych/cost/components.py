@@ -11,11 +11,12 @@ All figures are of ONE of the t devices. Matrix FLOPs and vector FLOPs (softmax,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from diptych.cost.adapters import adapter_bytes, adapter_parameters
 from diptych.cost.attended import Scored, pairs, reach_of, read_tokens
 from diptych.cost.kv_bytes import STATE_BYTES, index_kv_bytes, kv_bytes_read, layer_kv_bytes, vector_bytes
+from diptych.cost.phase_cost import Component, PhaseCost
 from diptych.cost.routing import touched_experts
 from diptych.cost.streams import (
     end_norms,
@@ -40,100 +41,8 @@ from diptych.models.states import EXPONENTIAL_FLOPS, StateSpec
 
 BF16 = QuantSpec(name="bf16", weight_bytes=2.0)
 
-# Components whose time is attention's, not a GEMM's over the step's rows.
-ATTENTION = ("scores", "values", "index")
 LOGIT_BYTES = 4
 SAID_BYTES = 4  # of what queries and keys say of distances
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Component:
-    """One component over `layers` layers. activation_bytes: unfused, in plus out; fused kernels move fewer. link_bytes: that a
-    device sends to the others.
-    """
-
-    name: str
-    flops: float = 0.0
-    vector_flops: float = 0.0
-    weight_bytes: float = 0.0
-    activation_bytes: float = 0.0
-    kv_read_bytes: float = 0.0
-    kv_write_bytes: float = 0.0
-    link_bytes: float = 0.0
-
-    @property
-    def bytes(self) -> float:
-        """Traffic that no fusion can avoid: weights and KV."""
-        return self.weight_bytes + self.kv_read_bytes + self.kv_write_bytes
-
-    @property
-    def intensity(self) -> float | None:
-        """FLOPs per unavoidable byte; None for a component that moves none."""
-        return self.flops / self.bytes if self.bytes else None
-
-    def times(self, n: float) -> Component:
-        """The same component in n layers, or its share of the work."""
-        return Component(name=self.name, **{field: getattr(self, field) * n for field in _FIELDS})
-
-    def plus(self, other: Component) -> Component:
-        """Both together under this name."""
-        return Component(name=self.name, **{field: getattr(self, field) + getattr(other, field) for field in _FIELDS})
-
-
-_FIELDS = tuple(field for field in Component.__dataclass_fields__ if field != "name")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseCost:
-    """One step on one of `tp` devices."""
-
-    components: tuple[Component, ...]
-    tp: int
-
-    def total(self, field: str) -> float:
-        """Sum of one field over all components."""
-        return float(sum(getattr(component, field) for component in self.components))
-
-    @property
-    def flops(self) -> float:
-        """Matrix FLOPs."""
-        return self.total("flops")
-
-    @property
-    def weight_bytes(self) -> float:
-        """Weights read."""
-        return self.total("weight_bytes")
-
-    @property
-    def kv_bytes(self) -> float:
-        """KV read and written."""
-        return self.total("kv_read_bytes") + self.total("kv_write_bytes")
-
-    @property
-    def bytes(self) -> float:
-        """Weights and KV: what must cross the memory bus."""
-        return self.weight_bytes + self.kv_bytes
-
-    @property
-    def intensity(self) -> float:
-        """FLOPs per byte of the whole step."""
-        return self.flops / self.bytes
-
-    def shared(self, *, rows: int, experts: float) -> PhaseCost:
-        """Of one of so many devices that share the rows, and so many that share the weights of the experts."""
-        parts = []
-        for part in self.components:
-            one = part.times(1.0 / rows)
-            weights = part.weight_bytes / (experts if part.name == "experts" else 1)
-            parts.append(replace(one, weight_bytes=weights))
-        return replace(self, components=tuple(parts))
-
-    def component(self, name: str) -> Component:
-        """A component by name; an empty one when the model has none such."""
-        for component in self.components:
-            if component.name == name:
-                return component
-        return Component(name=name)
 
 
 def ring_bytes(payload_bytes: float, tp: int) -> float:

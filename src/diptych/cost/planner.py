@@ -14,7 +14,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from diptych.cost.calibration import ADAPTER_SHARE, Calibration, latent_layers
-from diptych.cost.components import PhaseCost, cost_of
+from diptych.cost.components import cost_of
 from diptych.cost.drafts.acceptance import MOST_DEPTH
 from diptych.cost.exchange import GLOO_MEETING_S, SHARED_MEETING_S, all_reduced, gathered
 from diptych.cost.kv_bytes import kv_bytes_per_token
@@ -26,6 +26,7 @@ from diptych.cost.parameters import (
     linear_parameter_count,
     parameter_count,
 )
+from diptych.cost.phase_cost import PhaseCost
 from diptych.cost.profile import COMMANDS, has_gpu
 from diptych.cost.roofline import balance, compute_dtype, multiplies_in, peak_flops_per_s, roofline
 from diptych.cost.routing import touched_experts

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from diptych.cost.components import ATTENTION, PhaseCost
+from diptych.cost.phase_cost import ATTENTION, PhaseCost
 from diptych.ground.errors import ConfigError
 from diptych.ground.formats import rows_dtype
 from diptych.ground.specs import Bottleneck, HardwareSpec, KVSpec, QuantSpec, StepCost

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from diptych.compute.ceilings import Ceilings
 from diptych.compute.runner import Model
-from diptych.cost.components import ATTENTION, PhaseCost, cost_of
+from diptych.cost.components import cost_of
+from diptych.cost.phase_cost import ATTENTION, PhaseCost
 from diptych.cost.tables import kv_spec
 from diptych.ground.formats import engine_quant, mean_bytes, mix_of
 from diptych.ground.shape import StepShape

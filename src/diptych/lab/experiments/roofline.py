@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from diptych.compute.ceilings import CACHED, Ceilings, attention_dtype, machine_ceilings
-from diptych.cost.components import PhaseCost
+from diptych.cost.phase_cost import PhaseCost
 from diptych.ground.shape import StepShape
 from diptych.lab.experiment import ROOF, Check, Experiment, Outcome, Roof, Stage, conclude, quantity
 from diptych.lab.probe import StepParts
