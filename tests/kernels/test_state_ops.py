@@ -13,7 +13,7 @@ import torch
 
 from diptych.compute.batch import ForwardBatch, StatePlaces
 from diptych.compute.kv_store import TorchKVStore
-from diptych.compute.ops import reference
+from diptych.compute.ops import reference_states
 from diptych.compute.ops.contract import AttentionSpec
 from diptych.compute.ops.cpu import kernels as cpu
 from diptych.compute.ops.cpu.handles import by_lanes
@@ -122,7 +122,7 @@ class Rule:
         )
 
     def expected(self, begin: int, end: int, state: State) -> tuple[torch.Tensor, State]:
-        return reference.move_states(
+        return reference_states.move_states(
             self.qkv[begin:end], self.rates[begin:end], state, self.form, self.numbers, scale=self.scale, eps=EPS,
             decays=None if self.decays is None else self.decays[begin:end], begins=state is self.nothing,
         )  # fmt: skip
