@@ -22,6 +22,7 @@ from typing import Any
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.families.table import BY_ARCHITECTURE
+from diptych.models.gguf.architecture import USUAL, GgufArchitecture
 from diptych.models.gguf.architectures import (
     APERTUS,
     DECI,
@@ -34,8 +35,6 @@ from diptych.models.gguf.architectures import (
     MODERN_BERT,
     NEMOTRON_H,
     STEP35,
-    USUAL,
-    GgufArchitecture,
     architecture_of,
 )
 from diptych.models.gguf.file import PART, GgufFile, GgufTensor, open_gguf

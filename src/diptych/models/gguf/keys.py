@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diptych.ground.errors import LoadError
-from diptych.models.gguf.architectures import GgufArchitecture
+from diptych.models.gguf.architecture import GgufArchitecture
 from diptych.models.gguf.file import GgufArray, GgufFile
 
 logger = logging.getLogger("diptych.models")

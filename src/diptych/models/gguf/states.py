@@ -7,7 +7,7 @@ from typing import Any
 from diptych.ground.errors import LoadError
 from diptych.models.config import HfConfig
 from diptych.models.families.table import BY_ARCHITECTURE
-from diptych.models.gguf.architectures import GgufArchitecture
+from diptych.models.gguf.architecture import GgufArchitecture
 from diptych.models.gguf.file import GgufFile
 from diptych.models.gguf.keys import Keys
 from diptych.models.states import StateRule
