@@ -38,9 +38,10 @@ from diptych.compute.ops.contract_parts import Codes
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import LEAST_WHOLE, KeptFormat, gguf_kept, mean_bytes
 from diptych.models.gguf.architectures import architecture_of
-from diptych.models.gguf.checkpoint import BLOCK, Place, is_beside, joined_place, place_of, scales_beside
+from diptych.models.gguf.checkpoint import BLOCK, is_beside, scales_beside
 from diptych.models.gguf.file import BlockType, GgufFile, GgufTensor
 from diptych.models.gguf.layers import CURVES, curve_of, number_of_curve
+from diptych.models.gguf.places import Place, joined_place, place_of
 from diptych.models.gguf.states import value_heads
 
 logger = logging.getLogger("diptych.compute")
