@@ -1,17 +1,16 @@
-"""How other programs lay out a quantised matrix in safetensors: GPTQ, compressed-tensors, fp8, modelopt, bitsandbytes, MLX,
-BitNet, Gemma; and which file beside this one knows it for the others.
+"""How other programs lay out a quantised matrix in safetensors: GPTQ, compressed-tensors, fp8, modelopt, MLX, BitNet, Gemma;
+and which file beside this one knows it for the others.
 
 Each layout gives the numbers as its file has them: integer codes with scales and zero points (`CodedMatrix`), which the kernels
-keep, or fp8 values with scales, or entries of a table, which become floats. Sources of the layouts: GPTQModel
-`nn_modules/qlinear`, compressed-tensors `compressors`, transformers `integrations/finegrained_fp8.py` and `gemma_quant.py`,
-modelopt `torch/export/quant_utils.py`, bitsandbytes `functional.py` and `nn/modules.py`, MLX `backend/cpu/quantized.cpp`.
+keep, or fp8 values with scales, which become floats. Sources of the layouts: GPTQModel `nn_modules/qlinear`,
+compressed-tensors `compressors`, transformers `integrations/finegrained_fp8.py` and `gemma_quant.py`,
+modelopt `torch/export/quant_utils.py`, MLX `backend/cpu/quantized.cpp`.
 
 Legend: n outputs, k inputs, G scales of a row.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 
@@ -19,6 +18,7 @@ import torch
 
 from diptych.compute.formats import ternary
 from diptych.compute.formats.awq import open_awq, with_quantisers
+from diptych.compute.formats.bitsandbytes import open_bitsandbytes
 from diptych.compute.formats.books import open_books
 from diptych.compute.formats.four_over_six import open_four_over_six
 from diptych.compute.formats.fp_quant import open_fp_quant
@@ -30,14 +30,19 @@ from diptych.compute.formats.matrices import (
     Matrix,
     RawTensors,
     ScaledMatrix,
-    TableMatrix,
-    TableState,
 )
 from diptych.compute.formats.quanto import open_quanto
 from diptych.compute.formats.sinq import open_sinq
 from diptych.compute.formats.sparse import SparseFloats, open_marlin, with_zeros
 from diptych.compute.formats.stacks import Fp8Entry
-from diptych.compute.formats.tensors import CONTRADICTION, FLOATS, all_bytes, nbytes_of, require, unpack_words
+from diptych.compute.formats.tensors import (
+    CONTRADICTION,
+    FLOATS,
+    all_bytes,
+    nbytes_of,
+    require,
+    unpack_words,
+)
 from diptych.compute.formats.ternary import TernaryMatrix
 from diptych.compute.formats.torchao import in_rows, open_integers, with_inputs_scaled
 from diptych.compute.formats.vectors import open_vectors
@@ -86,7 +91,7 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
     if not raw.holds(weight):
         return None
     if how.method == "bitsandbytes":
-        return _bitsandbytes(raw, prefix, shape)
+        return open_bitsandbytes(raw, prefix, shape)
     dtype = raw.header(weight)[1]
     if how.method in (MLX, METAL):
         offsets = f"{prefix}.{'biases' if how.method == MLX else 'qbiases'}"
@@ -389,39 +394,6 @@ def _scales_beside(weight: str) -> tuple[str, str, str]:
     return f"{weight}_scale_inv", f"{weight}_scale", f"{weight.removesuffix('.weight')}.scale"
 
 
-def _bitsandbytes(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> Matrix | None:
-    """Of 8 bits: weight int8 [n, k] and SCB [n], the largest of a row. Of 4: codes two to a byte with `TableState`."""
-    weight = f"{prefix}.weight"
-    if raw.holds(f"{prefix}.SCB"):
-        require(raw, weight, shape, "I8")
-        require(raw, f"{prefix}.SCB", shape[:1], "F32")
-        _require_rows(raw, f"{prefix}.weight_format")
-
-        def parts() -> CodedParts:
-            return CodedParts(scales=(raw.stored(f"{prefix}.SCB") / 127).view(-1, 1), zeros=None, group=shape[1])
-
-        def codes() -> torch.Tensor:
-            return raw.stored(weight).view(torch.uint8) ^ 128
-
-        return CodedMatrix(prefix, shape, 8, "bitsandbytes-int8", codes, parts, all_bytes(raw, prefix))
-    if not raw.holds(f"{weight}.absmax"):
-        return None  # one that was left in floats
-    state, n_values = _table_state(raw, weight, shape), shape[0] * shape[1]
-    if raw.header(weight)[1] not in ("U8", *FLOATS) or nbytes_of(raw, weight) != -(-n_values // 2):
-        found, dtype = raw.header(weight)
-        raise LoadError(
-            f"tensor {weight} is {dtype} {list(found)}; {-(-n_values // 2)} bytes of codes are expected",
-            hint=CONTRADICTION,
-        )
-    blocks = -(-n_values // state.block)
-    require(raw, f"{weight}.quant_map", (16,), "F32")
-    require(raw, f"{weight}.absmax", (blocks,), *(FLOATS if state.nested_block is None else ("U8",)))
-    if state.nested_block is not None:
-        require(raw, f"{weight}.nested_absmax", (-(-blocks // state.nested_block),), "F32")
-        require(raw, f"{weight}.nested_quant_map", (256,), "F32")
-    return TableMatrix(weight, raw, shape, state, all_bytes(raw, prefix))
-
-
 def _gemma(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> CodedMatrix | None:
     """weight int8 [n, k], or u8 [n, k * bits / 8], the lowest bits first, and weight_scale [n, G]; 2^(bits-1) was added.
 
@@ -480,61 +452,7 @@ def _bitnet(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisat
     return TernaryMatrix("bitnet-packed", nbytes, kind, ternary.packed(raw, weight, scale, divides=how.divides))
 
 
-def _require_rows(raw: RawTensors, name: str) -> None:
-    """LoadError where a version for older GPUs saved the matrix in tiles: it says so beside it, in a number."""
-    if not raw.holds(name):
-        return
-    require(raw, name, (1,) if raw.header(name)[0] == (1,) else (), "U8")
-    found = int(raw.stored(name))
-    if found != 0:
-        raise LoadError(
-            f"tensor {name} is {found}; of int8 only rows (0) are read, not the tiles of a GPU",
-            hint="quantise the original checkpoint anew with a bitsandbytes of today",
-        )
-
-
-def _table_state(raw: RawTensors, weight: str, shape: tuple[int, int]) -> TableState:
-    """The JSON in the tensor `quant_state`, whose name ends in the kind of its table."""
-    name, kind = next(
-        ((name, kind) for kind in _TABLES if raw.holds(name := f"{weight}.quant_state.bitsandbytes__{kind}")), ("", "")
-    )
-    if not name or raw.header(name)[1] != "U8" or nbytes_of(raw, name) > _MOST_STATE_BYTES:
-        raise LoadError(
-            f"tensor {weight} has no quant_state of {' or '.join(_TABLES)} beside it that can be read",
-            hint=CONTRADICTION,
-        )
-    try:
-        state = json.loads(bytes(raw.stored(name).flatten().tolist()))
-    except (ValueError, RecursionError):
-        state = None
-    if not isinstance(state, dict) or state.get("quant_type") != kind or state.get("shape") != list(shape):
-        raise LoadError(
-            f"tensor {name} does not describe {kind} of shape {list(shape)}, which config.json calls for",
-            hint=CONTRADICTION,
-        )
-    is_nested = raw.holds(f"{weight}.nested_absmax")
-    offset = state.get("nested_offset", 0.0) if is_nested else 0.0
-    if isinstance(offset, bool) or not isinstance(offset, int | float) or not math.isfinite(offset):
-        raise LoadError(f"tensor {name} names an offset of {offset!r}; it must be a number")
-    return TableState(
-        kind=kind,
-        block=_block_named(name, state.get("blocksize")),
-        nested_block=_block_named(name, state.get("nested_blocksize")) if is_nested else None,
-        offset=float(offset),
-    )
-
-
-def _block_named(name: str, found: object) -> int:
-    size = next((size for size in _BLOCKS if type(found) is int and size == found), None)
-    if size is None:
-        raise LoadError(f"tensor {name} names blocks of {found!r}; {_BLOCKS[0]} to {_BLOCKS[-1]} are read")
-    return size
-
-
 _FLOAT_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-_TABLES = ("nf4", "fp4")
-_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-_MOST_STATE_BYTES = 4096
 
 
 def companions_of_stack(raw: RawTensors, name: str) -> list[str]:
