@@ -14,8 +14,9 @@ from typing import Any, TextIO
 from diptych.cost.setup import Setup
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.events import ArrivalEvent, Event, FinishEvent, PreemptEvent, TokenEvent
-from diptych.metrics import EventBook, RequestRecord, StepRecord
+from diptych.metrics import EventBook, StepRecord
 from diptych.sim.engine import SimulatedEngine
+from diptych.sim.frames import request_row, step_row, token_counts
 
 FILMED_S = 60.0
 FRAME_S = 0.25
@@ -63,26 +64,16 @@ class Film:
                 self._totals["cached_tokens"] += record.cached_tokens
                 self._totals["transferred_tokens"] += record.transferred_tokens
                 ended = {"id": event.request_id, "at_s": event.at_s, "reason": event.reason.value}
-                self._frame["finished"].append(ended | _counts(record))
+                self._frame["finished"].append(ended | token_counts(record))
 
     def on_step(self, step: StepRecord) -> None:
         """A step ended."""
-        frame, shape = self._frame, step.shape
+        frame = self._frame
         frame["n_steps"] += 1
-        frame["prefill_tokens"] += shape.prefill_tokens
+        frame["prefill_tokens"] += step.shape.prefill_tokens
         frame["decode_tokens"] += step.decode_tokens
         frame["busy_s"] += step.time_s
-        frame["steps"].append(
-            {
-                "t": step.begin_s,
-                "s": step.time_s,
-                "p": shape.prefill_tokens,
-                "d": step.decode_tokens,
-                "g": [step.drafted_tokens, step.accepted_tokens],
-                "chunks": step.prefills,
-                "seqs": step.decode_request_ids,
-            }
-        )
+        frame["steps"].append(step_row(step))
         self._open |= dict.fromkeys(step.decode_request_ids)  # one that another engine has read came without a word
         if step.end_s >= self._next_s:
             self.close(step.end_s)
@@ -115,10 +106,7 @@ class Film:
                 "blocks": [stats.blocks_in_use, stats.blocks_cached, stats.blocks_free],
                 "is_draining": False,
                 **self._frame,
-                "requests": [
-                    {"id": one.request_id, "arrival_s": one.arrival_s, "preemptions": one.n_preemptions} | _counts(one)
-                    for one in known
-                ],
+                "requests": [request_row(one) for one in known],
                 "ttft_s": self._ttft,
                 "itl_s": self._itl,
                 "totals": self._totals | {"finished": self._finished, "refused": 0, "rejected": 0},
@@ -164,11 +152,3 @@ def _histogram() -> dict[str, Any]:
 def _count(histogram: dict[str, Any], value: float) -> None:
     histogram["counts"][bisect_left(EDGES_S, value)] += 1
     histogram["sum"] += value
-
-
-def _counts(record: RequestRecord) -> dict[str, int]:
-    return {
-        "prompt_tokens": record.prompt_tokens,
-        "computed_to": record.chunks[-1].end if record.chunks else 0,
-        "output_tokens": record.output_tokens,
-    }

@@ -22,6 +22,7 @@ from diptych.server.http.errors import ApiError
 from diptych.server.http.sse import event as sse_event
 from diptych.server.watch.metrics_export import ServedModel
 from diptych.server.watch.telemetry import LiveHistogram
+from diptych.sim.frames import request_row, step_row, token_counts
 
 FRAME_S = 0.25
 MAX_FRAME_STEPS = 48  # drawn steps of a frame; of what comes behind them, decode of the same sequences is drawn as one
@@ -193,10 +194,7 @@ class LiveFeed:
 
     def _open_requests(self) -> list[dict[str, Any]]:
         records = list(self._desk.telemetry.records.values())
-        return [
-            {"id": one.request_id, "arrival_s": one.arrival_s, "preemptions": one.n_preemptions} | _counts(one)
-            for one in records[:MAX_LISTED_REQUESTS]
-        ]
+        return [request_row(one) for one in records[:MAX_LISTED_REQUESTS]]
 
     def _on_events(self, events: list[Event]) -> None:
         self._frame.preempted += [event.request_id for event in events if isinstance(event, PreemptEvent)]
@@ -205,7 +203,7 @@ class LiveFeed:
         """A request is over, with all its choices."""
         reasons = ", ".join(dict.fromkeys(reason.value for reason in record.reasons if reason is not None))
         ended = {"id": record.request_id, "at_s": record.end_s, "reason": reasons}
-        self._frame.finished.append(ended | _counts(record))
+        self._frame.finished.append(ended | token_counts(record))
 
     def _on_step(self, step: StepRecord) -> None:
         frame, shape = self._frame, step.shape
@@ -220,26 +218,7 @@ class LiveFeed:
             last["d"] += step.decode_tokens
             last["g"] = [last["g"][0] + step.drafted_tokens, last["g"][1] + step.accepted_tokens]
         elif len(frame.steps) < 2 * MAX_FRAME_STEPS:
-            frame.steps.append(
-                {
-                    "n": 1,
-                    "t": step.begin_s,
-                    "s": step.time_s,
-                    "p": shape.prefill_tokens,
-                    "d": step.decode_tokens,
-                    "g": [step.drafted_tokens, step.accepted_tokens],
-                    "chunks": step.prefills,
-                    "seqs": step.decode_request_ids,
-                }
-            )
-
-
-def _counts(record: RequestRecord) -> dict[str, int]:
-    return {
-        "prompt_tokens": record.prompt_tokens,
-        "computed_to": record.chunks[-1].end if record.chunks else 0,
-        "output_tokens": sum(len(one.token_times_s) for one in list(record.choices.values())),
-    }
+            frame.steps.append({"n": 1} | step_row(step))
 
 
 def _worker(one: WorkerStats) -> dict[str, Any]:
