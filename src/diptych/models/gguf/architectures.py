@@ -184,7 +184,7 @@ STEP35 = GgufArchitecture(
 DECI = GgufArchitecture(
     architecture="DeciLMForCausalLM", is_permuted=True, present={"attention_bias": Q_BIAS, "mlp_bias": UP_BIAS}
 )
-# what bends its activations lies in the metadata (`gguf_layers.number_of_curve`)
+# what bends its activations lies in the metadata (`layers.number_of_curve`)
 APERTUS = GgufArchitecture(
     architecture="ApertusForCausalLM",
     norms={"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
