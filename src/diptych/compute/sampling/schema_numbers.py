@@ -50,21 +50,17 @@ def narrowed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_numbers(*schemas: object) -> None:
     """Raise GrammarError for a number that no grammar holds: in `const` and `enum`, or a bound beyond MOST_NUMBER."""
-    waiting = list(schemas)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, list):
-            waiting += node
-        elif isinstance(node, Mapping):
-            waiting += node.values()
-            for name in (*_LOW, *_HIGH):
-                value = _number(node.get(name))
-                if value is not None and abs(value) > MOST_NUMBER:
+    for node in _nodes_in(list(schemas)):
+        if not isinstance(node, Mapping):
+            continue
+        for name in (*_LOW, *_HIGH):
+            value = _number(node.get(name))
+            if value is not None and abs(value) > MOST_NUMBER:
+                raise _not_held(name, value)
+        for name in ("const", "enum"):
+            for value in _numbers_in(node.get(name)):
+                if not _is_held(value):
                     raise _not_held(name, value)
-            for name in ("const", "enum"):
-                for value in _numbers_in(node.get(name)):
-                    if not _is_held(value):
-                        raise _not_held(name, value)
 
 
 def _not_held(name: str, value: float) -> GrammarError:
@@ -81,16 +77,21 @@ def _number(value: object) -> float | None:
     return value if is_number and (isinstance(value, int) or math.isfinite(value)) else None  # type: ignore[arg-type,return-value]
 
 
-def _numbers_in(value: object) -> Iterator[float]:
+def _nodes_in(value: object) -> Iterator[object]:
+    """A JSON value with all that is in it, lists aside; iterative, as a schema may be nested deeply."""
     waiting = [value]
     while waiting:
         node = waiting.pop()
         if isinstance(node, list):
             waiting += node
-        elif isinstance(node, Mapping):
+            continue
+        if isinstance(node, Mapping):
             waiting += node.values()
-        elif (number := _number(node)) is not None:
-            yield number
+        yield node
+
+
+def _numbers_in(value: object) -> Iterator[float]:
+    return (number for node in _nodes_in(value) if (number := _number(node)) is not None)
 
 
 def _behind(bound: float, inwards: float) -> float:
@@ -151,16 +152,10 @@ def _n_remainders(schema: object) -> int:
 
 def _multiples(schema: object) -> Iterator[tuple[int, int]]:
     """Every number for multipleOf, as a whole one and how many of its digits are decimal places."""
-    waiting = [schema]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, list):
-            waiting += node
-        elif isinstance(node, dict):
-            waiting += node.values()
-            value = node.get("multipleOf")
-            if isinstance(value, float) and 0 < value < math.inf and not value.is_integer():
-                _, digits, exponent = Decimal(str(value)).as_tuple()
-                yield int("".join(map(str, digits))), -int(exponent)
-            elif isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
-                yield int(value), 0
+    for node in _nodes_in(schema):
+        value = node.get("multipleOf") if isinstance(node, Mapping) else None
+        if isinstance(value, float) and 0 < value < math.inf and not value.is_integer():
+            _, digits, exponent = Decimal(str(value)).as_tuple()
+            yield int("".join(map(str, digits))), -int(exponent)
+        elif isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+            yield int(value), 0
