@@ -15,7 +15,16 @@ from functools import partial
 import torch
 
 from diptych.compute.formats.matrices import CodedMatrix, CodedParts, RawTensors
-from diptych.compute.formats.tensors import CONTRADICTION, FLOATS, Made, Overlaid, all_bytes, require, unpack_words
+from diptych.compute.formats.tensors import (
+    CONTRADICTION,
+    FLOATS,
+    Made,
+    Overlaid,
+    all_bytes,
+    require,
+    require_groups,
+    unpack_words,
+)
 from diptych.ground.errors import LoadError
 from diptych.models.quantised.fields import Quantisation
 
@@ -36,8 +45,7 @@ def open_awq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisa
     """The matrix under `prefix`, checked against the shape that the config gives."""
     n, k = shape
     group = k if how.group is None else how.group
-    if k % group != 0:
-        raise LoadError(f"{prefix} has {k} inputs, which groups of {group} do not divide", hint=CONTRADICTION)
+    require_groups(prefix, k, group)
     if how.layout == "gemv":
         return _gemv(raw, prefix, shape, group)
     if how.layout == "gemv_fast":

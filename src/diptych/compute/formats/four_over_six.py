@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from diptych.compute.formats.matrices import Fp4Matrix, RawTensors
-from diptych.compute.formats.tensors import CONTRADICTION, Made, Overlaid, all_bytes, finite, require
+from diptych.compute.formats.tensors import CONTRADICTION, Made, Overlaid, all_bytes, finite, require, require_groups
 from diptych.compute.formats.torchao import out_of_blocks
 from diptych.ground.errors import LoadError
 from diptych.models.quantised.fields import Quantisation
@@ -27,8 +27,7 @@ def open_four_over_six(raw: RawTensors, prefix: str, shape: tuple[int, int], how
     if not raw.holds(values):
         return None
     (n, k), (rows, inputs) = shape, (-(-side // whole) * whole for side, whole in zip(shape, FILLED, strict=True))
-    if k % GROUP:
-        raise LoadError(f"{prefix} has {k} inputs, which groups of {GROUP} do not divide", hint=CONTRADICTION)
+    require_groups(prefix, k, GROUP)
     require(raw, values, (rows, inputs // 2), "U8")
     require(raw, scales, (rows * inputs // GROUP,), "F8_E4M3")
     found = raw.header(largest)[0] if raw.holds(largest) else (1,)

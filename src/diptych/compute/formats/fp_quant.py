@@ -14,7 +14,16 @@ import torch
 
 from diptych.compute.formats.matrices import Dequantised, Fp4Matrix, Matrix, RawTensors
 from diptych.compute.formats.rotations import PlainFloats, Rotated, Turn
-from diptych.compute.formats.tensors import CONTRADICTION, FLOATS, Made, Overlaid, all_bytes, finite, require
+from diptych.compute.formats.tensors import (
+    CONTRADICTION,
+    FLOATS,
+    Made,
+    Overlaid,
+    all_bytes,
+    finite,
+    require,
+    require_groups,
+)
 from diptych.ground.errors import LoadError
 from diptych.models.quantised.fields import Quantisation
 
@@ -48,8 +57,7 @@ def open_fp_quant(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Qua
     if not has_codes:
         return _turned(raw, prefix, shape, PlainFloats(raw, values, shape), how)
     (n, k), group, nbytes = shape, how.group or 32, all_bytes(raw, prefix)
-    if k % group:
-        raise LoadError(f"{prefix} has {k} inputs, which groups of {group} do not divide", hint=CONTRADICTION)
+    require_groups(prefix, k, group)
     require(raw, codes, (n, k // 2), "U8")
     require(raw, whole, (1,), *FLOATS)
     rows = _without_padding(raw, f"{prefix}.scales", (n, k // group), group)

@@ -41,6 +41,7 @@ from diptych.compute.formats.tensors import (
     all_bytes,
     nbytes_of,
     require,
+    require_groups,
     unpack_words,
 )
 from diptych.compute.formats.ternary import TernaryMatrix
@@ -201,8 +202,7 @@ def _mlx_floats(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> Fp4Matr
     weight, scales, nbytes = f"{prefix}.weight", f"{prefix}.scales", all_bytes(raw, prefix)
     group = 16 if raw.header(scales)[0] == (n, k // 16) and k >= 16 else 32
     bits = 8 if group == 32 and raw.header(weight)[0] == (n, k // 4) else 4
-    if k % group:
-        raise LoadError(f"{prefix} has {k} inputs, which groups of {group} do not divide", hint=CONTRADICTION)
+    require_groups(prefix, k, group)
     require(raw, weight, (n, k * bits // 32), "U32")
     require(raw, scales, (n, k // group), "U8")
     if bits == 8:
@@ -296,8 +296,7 @@ def _fp4(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation
     )
     found = raw.header(scale)[1] if raw.holds(scale) else "F8_E4M3"
     group = 32 if found in ("U8", "F8_E8M0") else 16
-    if k % group:
-        raise LoadError(f"{prefix} has {k} inputs, which groups of {group} do not divide", hint=CONTRADICTION)
+    require_groups(prefix, k, group)
     require(raw, codes, (n, k // 2), "I8" if how.method == "fp8" else "U8")
     require(raw, scale, (n, k // group), *(("F8_E4M3",) if group == 16 else ("U8", "F8_E8M0")))
     whole = None
@@ -318,8 +317,7 @@ def _fp6(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> CodedMatrix:
     """
     n, k = shape
     codes_name, scale = f"{prefix}.weight_packed", f"{prefix}.weight_scale"
-    if k % 32:
-        raise LoadError(f"{prefix} has {k} inputs, which groups of 32 do not divide", hint=CONTRADICTION)
+    require_groups(prefix, k, 32)
     require(raw, codes_name, (n, 3 * k // 4), "U8")
     require(raw, scale, (n, k // 32), "U8", "F8_E8M0")
 
@@ -350,8 +348,7 @@ def _torchao(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisa
         return open_integers(raw, prefix, shape, how, nbytes)
     n, k = shape
     group = 32 if raw.holds(scale) and raw.header(scale)[1] == "F8_E8M0" else 16
-    if k % group:
-        raise LoadError(f"{prefix} has {k} inputs, which groups of {group} do not divide", hint=CONTRADICTION)
+    require_groups(prefix, k, group)
     raw = in_rows(raw, scale, shape)
     require(raw, codes, (n, k // 2), "U8")
     require(raw, scale, (n, k // group), "F8_E4M3" if group == 16 else "F8_E8M0")

@@ -51,6 +51,12 @@ def require(raw: RawTensors, name: str, shape: tuple[int, ...], *dtypes: str) ->
         )
 
 
+def require_groups(prefix: str, n_inputs: int, group: int) -> None:
+    """LoadError where groups of so many inputs do not divide a matrix's rows."""
+    if n_inputs % group:
+        raise LoadError(f"{prefix} has {n_inputs} inputs, which groups of {group} do not divide", hint=CONTRADICTION)
+
+
 def finite(raw: RawTensors, name: str) -> torch.Tensor:
     """The stored values. LoadError for a number that is not finite."""
     found = raw.stored(name)
