@@ -3,9 +3,10 @@
 An entry names the architectures it serves, every key of config.json that it reads with the default of the configuration
 class in transformers (files leave out what equals it), the keys it knows in one setting only, how its layers are made, and
 how its tensors are called. `read` turns a config into a `ModelSpec` by these; `compute` loads by them.
-They lie by kind: `dense`, `gemma`, `gpt` (around GPT-2), `early` (a few models each), `mixtures` (of experts), `latent`
-(attention), `states` (states of sequences), `encoders` (which attend both ways and write nothing), `wrapped` (published beside
-pictures or sound alone); what several of those share is in `shared`.
+They lie by kind: `dense`, `gemma`, `gpt` (around GPT-2), `early` (a few models each), `mixtures` (of experts;
+`sigmoid_mixtures`: each of them weighed by itself), `latent` (attention), `states` (states of sequences), `encoders` (which
+attend both ways and write nothing), `wrapped` (published beside pictures or sound alone); what several of those share is in
+`shared`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from diptych.models.families.gemma import GEMMAS
 from diptych.models.families.gpt import GPT_KIND
 from diptych.models.families.latent import LATENT_ATTENTION
 from diptych.models.families.mixtures import MIXTURES
+from diptych.models.families.sigmoid_mixtures import SIGMOID_MIXTURES
 from diptych.models.families.states import STATES
 from diptych.models.families.wrapped import WRAPPED
 
 FAMILIES: tuple[Family, ...] = (
-    *DENSE, *GEMMAS, *GPT_KIND, *EARLY, *MIXTURES, *LATENT_ATTENTION, *STATES, *ENCODERS, *WRAPPED,
+    *DENSE, *GEMMAS, *GPT_KIND, *EARLY, *MIXTURES, *SIGMOID_MIXTURES, *LATENT_ATTENTION, *STATES, *ENCODERS, *WRAPPED,
 )  # fmt: skip
 BY_ARCHITECTURE: dict[str, Family] = {name: family for family in FAMILIES for name in family.architectures}
 BY_MODEL_TYPE: dict[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
