@@ -17,12 +17,13 @@ from diptych.compute.ops import reference
 from diptych.compute.ops.contract import (
     Activation,
     AttentionSpec,
-    ExpertParts,
     LinearParts,
+    MixtureParts,
     NormParts,
     QkNorm,
     RopeSpec,
 )
+from diptych.compute.ops.contract_parts import ExpertParts
 from diptych.compute.ops.tolerances import EDGE_SHAPES, OPS, EdgeShape
 from diptych.compute.ops.torch.loader import TorchAttention, TorchNorm
 from diptych.compute.ops.torch.ops import TorchOps
@@ -303,8 +304,7 @@ def test_experts(n_tokens: int, routing: dict[str, Any], kind: Kind) -> None:
     gate_up = [noise(12 * (spec.n_products - 1), 16, seed=30 + e, scale=0.25).to(dtype) for e in range(6)]
     down = [noise(16, 12, seed=40 + e, scale=0.25).to(dtype) for e in range(6)]
     bias = noise(spec.n_scored, seed=45) if spec.has_choice_bias else None
-    handle = kind.loader().experts(
-        spec,
+    parts = MixtureParts(
         router=LinearParts(weights=(Memory("r", router),)),
         choice_bias=None if bias is None else Memory("bias", bias),
         experts=tuple(
@@ -315,6 +315,7 @@ def test_experts(n_tokens: int, routing: dict[str, Any], kind: Kind) -> None:
             for e in range(6)
         ),
     )
+    handle = kind.loader().experts(spec, parts)
     h = noise(n_tokens, 16, seed=50).to(dtype)
     check("experts", ops.experts(kind.put(h), handle), reference.experts(h, router, gate_up, down, spec, bias), dtype)
 

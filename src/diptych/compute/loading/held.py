@@ -18,8 +18,8 @@ import torch
 from diptych.compute.loading.decoder import load_decoder
 from diptych.compute.loading.quant import QuantisedCheckpoint
 from diptych.compute.loading.weights import Source
-from diptych.compute.ops.contract import LinearParts, WeightTensor
-from diptych.compute.ops.cpu.handles import LinearHandle, TableHandle, is_table_too
+from diptych.compute.ops.contract import LinearParts, MixtureParts, Role, WeightTensor
+from diptych.compute.ops.cpu.handles import ExpertsHandle, LinearHandle, TableHandle, is_table_too
 from diptych.compute.ops.cpu.kernels import is_available
 from diptych.compute.ops.cpu.loader import CpuLoader
 from diptych.compute.ops.cpu.packing import Packer
@@ -28,6 +28,7 @@ from diptych.compute.runner import open_blueprint
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import told_of
 from diptych.ground.formats import KeptFormat
+from diptych.models.mlp import MoeSpec
 
 # beside the formats: norms and the like, and an embedding that is not the head
 VECTORS, TABLE = "fp32 vectors", "embedding"
@@ -109,9 +110,9 @@ class _Measure(CpuLoader):
         assert isinstance(self.packer, _Weigher)
         self.weigher = self.packer
 
-    def experts(self, *args: Any, **kwargs: Any) -> Any:
+    def experts(self, spec: MoeSpec, parts: MixtureParts, *, role: Role | None = None) -> ExpertsHandle:
         self.weigher.is_routed = True
-        handle = super().experts(*args, **kwargs)
+        handle = super().experts(spec, parts, role=role)
         self.weigher.is_routed = False
         return handle
 

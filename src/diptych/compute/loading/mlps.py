@@ -19,7 +19,6 @@ from diptych.compute.loading.views import (
 )
 from diptych.compute.loading.weights import SlicedTensor, entry_of
 from diptych.compute.ops.contract import (
-    ExpertParts,
     Experts,
     Heads,
     Linear,
@@ -29,7 +28,7 @@ from diptych.compute.ops.contract import (
     Vector,
     WeightTensor,
 )
-from diptych.compute.ops.contract_parts import Split
+from diptych.compute.ops.contract_parts import ExpertParts, MixtureParts, Split
 from diptych.compute.walk.part_weights import ApartNorms, LatentExperts, SharedExperts
 from diptych.ground.errors import LoadError
 from diptych.models.gates import XIELU_LEAST, XIELU_SLOPE, Activation
@@ -114,6 +113,20 @@ class MlpsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
             experts = tuple(ExpertParts(gate_up=gate_up, down=down) for gate_up, down in pairs)
             if shared:
                 shared = (*balance_inner(ends[0], shared[1], moe.shared), *ends[1:])
+        sites = {"gate": ffn, "up": ffn} if moe.is_gated else {"up": ffn}
+        role = self.role(Split.OUTPUTS, **sites, down=moe.latent or hidden)
+        mixture = self.loader.experts(moe, self._mixture_parts(moe, root, router, experts), role=role)
+        return norm, {
+            "experts": mixture,
+            "shared": self._shared(moe, shared),
+            "apart": self._apart(own, root),
+            "latent": self._latent(latent, None if moe.behind_eps is None else f"{root}pre_expert_norm.weight"),
+        }
+
+    def _mixture_parts(
+        self, moe: MoeSpec, root: str, router: LinearParts, experts: tuple[ExpertParts, ...]
+    ) -> MixtureParts:
+        """Router and experts with what the mixture has beside them."""
         name, choice_bias = self.names.choice_bias, None
         bias_name = f"{self.prefix}{name[1:]}" if name.startswith(".") else f"{root}{name}"
         if name in self.names.others and not self.source.has(bias_name):
@@ -121,34 +134,17 @@ class MlpsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
         if moe.has_choice_bias and (self.source.has(bias_name) or not self.names.choice_bias_may_lack):
             choice_bias = self.source.tensor(bias_name, *self.names.choice_axes, moe.n_scored)
             choice_bias = RowsTensor(choice_bias, 0, 1) if moe.choice_rows > 1 else choice_bias
-        sites = {"gate": ffn, "up": ffn} if moe.is_gated else {"up": ffn}
         scales = self.source.tensor(f"{root}{self.names.expert_scales}", moe.n_experts) if moe.is_apart else None
-        table = None
+        table = behind = None
         if moe.by_token:
             size = self.spec.vocab_size, moe.experts_per_token
             table = self.source.ids(f"{root}{self.names.router}.tid2eid", *size, below=moe.n_experts)
-        mixture = self.loader.experts(
-            moe,
-            router=router,
-            choice_bias=choice_bias,
-            scales=scales,
-            table=table,
-            experts=experts,
-            behind=None
-            if moe.behind_eps is None
-            else ScaledTensor(
-                self.source.tensor(f"{root}experts.post_expert_norm.weight", moe.latent or hidden),
-                1.0,
-                self.spec.norm_offset,
-            ),
-            role=self.role(Split.OUTPUTS, **sites, down=moe.latent or hidden),
+        if moe.behind_eps is not None:
+            stored = self.source.tensor(f"{root}experts.post_expert_norm.weight", moe.latent or self.spec.hidden)
+            behind = ScaledTensor(stored, 1.0, self.spec.norm_offset)
+        return MixtureParts(
+            router=router, experts=experts, choice_bias=choice_bias, scales=scales, table=table, behind=behind
         )
-        return norm, {
-            "experts": mixture,
-            "shared": self._shared(moe, shared),
-            "apart": self._apart(own, root),
-            "latent": self._latent(latent, None if moe.behind_eps is None else f"{root}pre_expert_norm.weight"),
-        }
 
     def _latent_parts(self, moe: MoeSpec, root: str) -> tuple[LinearParts, ...]:
         """What takes the stream to the experts, and back; nothing where they read it."""

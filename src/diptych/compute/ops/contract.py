@@ -24,9 +24,9 @@ import torch
 
 from diptych.compute.ops.contract_parts import (
     EntryParts,
-    ExpertParts,
     IndexParts,
     LinearParts,
+    MixtureParts,
     NormParts,
     RelatedParts,
     Role,
@@ -257,21 +257,8 @@ class Loader(ABC, Generic[Table, Vector, Linear, Heads, Experts]):
         """
 
     @abstractmethod
-    def experts(
-        self,
-        spec: MoeSpec,
-        *,
-        router: LinearParts,
-        choice_bias: WeightTensor | None,
-        scales: WeightTensor | None = None,
-        table: WeightTensor | None = None,
-        behind: WeightTensor | None = None,
-        experts: tuple[ExpertParts, ...],
-        role: Role | None = None,
-    ) -> Experts:
-        """A mixture, for `experts`. router [E, D]; where the spec has them choice_bias [E], scales [E], table [V, k],
-        behind [D] by which an expert's outputs are multiplied before they are normed.
-        """
+    def experts(self, spec: MoeSpec, parts: MixtureParts, *, role: Role | None = None) -> Experts:
+        """A mixture, for `experts`."""
 
     @abstractmethod
     def head(self, tensor: WeightTensor, *, bias: WeightTensor | None = None, role: Role | None = None) -> Linear:

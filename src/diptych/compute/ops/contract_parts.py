@@ -207,3 +207,17 @@ class ExpertParts:
 
     gate_up: LinearParts
     down: LinearParts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureParts:
+    """A mixture: its router [E, D] and its experts; where the spec has them choice_bias [E], scales [E], table [V, k], and
+    behind [D], by which an expert's outputs are multiplied before they are normed.
+    """
+
+    router: LinearParts
+    experts: tuple[ExpertParts, ...]
+    choice_bias: WeightTensor | None = None
+    scales: WeightTensor | None = None
+    table: WeightTensor | None = None
+    behind: WeightTensor | None = None

@@ -16,10 +16,10 @@ from diptych.compute.ops.contract import (
     Activation,
     AttentionSpec,
     EntryParts,
-    ExpertParts,
     IndexParts,
     LinearParts,
     Loader,
+    MixtureParts,
     NormParts,
     RelatedParts,
     Role,
@@ -276,39 +276,31 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
             return by_head_handle(parts, own, self.router, of_keys=len(parts) == spec.n_kv_heads)
         return by_part_handle(parts, own, spec.head_dim, self.weights_format, self.packer.pack)
 
-    def experts(
-        self,
-        spec: MoeSpec,
-        *,
-        router: LinearParts,
-        choice_bias: WeightTensor | None,
-        scales: WeightTensor | None = None,
-        table: WeightTensor | None = None,
-        behind: WeightTensor | None = None,
-        experts: tuple[ExpertParts, ...],
-        role: Role | None = None,
-    ) -> ExpertsHandle:
+    def experts(self, spec: MoeSpec, parts: MixtureParts, *, role: Role | None = None) -> ExpertsHandle:
         """Each expert packed on its own; the router in bf16. Ranks have a part of each expert, and the whole router.
 
         Experts share their rows, so all keep their values or none.
         """
-        stored = [(*expert.gate_up.weights, *expert.down.weights) for expert in experts]
+        stored = [(*expert.gate_up.weights, *expert.down.weights) for expert in parts.experts]
         keep = all(self.packer.is_alike(of_experts) for of_experts in zip(*stored, strict=True))
         joined, before = None if spec.joins_apart else spec.activation, self.packer.n_values.copy()
-        gate_up = tuple(self._gated_own(expert.gate_up, joined, role, keep=keep) for expert in experts)
-        down = tuple(self._pack_own(expert.down, self.weights_format, role, keep=keep) for expert in experts)
+        gate_up = tuple(self._gated_own(expert.gate_up, joined, role, keep=keep) for expert in parts.experts)
+        down = tuple(self._pack_own(expert.down, self.weights_format, role, keep=keep) for expert in parts.experts)
         self.n_expert_values += self.packer.n_values - before
-        for e, expert in enumerate(experts):
+        for e, expert in enumerate(parts.experts):
             self.sites.note_expert(e, (expert.gate_up, gate_up[e]), (expert.down, down[e]))
+        few = (parts.choice_bias, parts.scales, parts.table)  # fp32 holds the numbers of the last
+        choice_bias, scales, table = (-1 if one is None else self._vector(one) for one in few)
+        last, behind = parts.behind, -1
+        if last is not None:
+            behind = self._add_vector(torch.cat([self._values(last), torch.ones(*last.shape)]))
         return ExpertsHandle(
             spec=spec,
-            router=self.router(router),
-            choice_bias=-1 if choice_bias is None else self._vector(choice_bias),
-            scales=-1 if scales is None else self._vector(scales),
-            table=-1 if table is None else self._vector(table),  # numbers that fp32 holds
-            behind=-1
-            if behind is None
-            else self._add_vector(torch.cat([self._values(behind), torch.ones(*behind.shape)])),
+            router=self.router(parts.router),
+            choice_bias=choice_bias,
+            scales=scales,
+            table=table,
+            behind=behind,
             gate_up=gate_up,
             down=down,
         )

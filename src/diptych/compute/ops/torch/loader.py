@@ -12,10 +12,10 @@ from diptych.compute.ops.contract import (
     Activation,
     AttentionSpec,
     EntryParts,
-    ExpertParts,
     IndexParts,
     LinearParts,
     Loader,
+    MixtureParts,
     NormParts,
     RelatedParts,
     Role,
@@ -313,32 +313,25 @@ class TorchLoader(Loader[torch.Tensor, TorchNorm, TorchLinear, TorchAttention, T
         biases = tuple(bias for one in parts for bias in one.biases)
         return TorchLinear(weight, self._stack(biases) if biases else None)
 
-    def experts(
-        self,
-        spec: MoeSpec,
-        *,
-        router: LinearParts,
-        choice_bias: WeightTensor | None,
-        scales: WeightTensor | None = None,
-        table: WeightTensor | None = None,
-        behind: WeightTensor | None = None,
-        experts: tuple[ExpertParts, ...],
-        role: Role | None = None,
-    ) -> TorchExperts:
+    def experts(self, spec: MoeSpec, parts: MixtureParts, *, role: Role | None = None) -> TorchExperts:
         """One pair of matrices per expert."""
         stacked, before = None, self.n_values.copy()
         if self._stacks_experts:
-            stacked = self._all_of([one.gate_up for one in experts]), self._all_of([one.down for one in experts])
+            stacked = (
+                self._all_of([one.gate_up for one in parts.experts]),
+                self._all_of([one.down for one in parts.experts]),
+            )
             gate_up, down = _parts(stacked[0], spec.activation, role), _parts(stacked[1], None, role)
         else:
-            gate_up = tuple(self._stacked(expert.gate_up, spec.activation, role=role) for expert in experts)
-            down = tuple(self._stacked(expert.down, role=role) for expert in experts)
+            gate_up = tuple(self._stacked(expert.gate_up, spec.activation, role=role) for expert in parts.experts)
+            down = tuple(self._stacked(expert.down, role=role) for expert in parts.experts)
         self.n_expert_values += self.n_values - before
-        for e, expert in enumerate(experts):
+        for e, expert in enumerate(parts.experts):
             self.sites.note_expert(e, (expert.gate_up, gate_up[e]), (expert.down, down[e]))
-        bias, scale, last = (None if one is None else self._vector(one) for one in (choice_bias, scales, behind))
-        ids = None if table is None else table.read().to(device=self._device, dtype=torch.long)
-        return TorchExperts(spec, self.router(router), bias, scale, gate_up, down, stacked, ids, last)
+        few = (parts.choice_bias, parts.scales, parts.behind)
+        bias, scale, last = (None if one is None else self._vector(one) for one in few)
+        ids = None if parts.table is None else parts.table.read().to(device=self._device, dtype=torch.long)
+        return TorchExperts(spec, self.router(parts.router), bias, scale, gate_up, down, stacked, ids, last)
 
     def head(self, tensor: WeightTensor, *, bias: WeightTensor | None = None, role: Role | None = None) -> TorchLinear:
         """[V, D]."""
