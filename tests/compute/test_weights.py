@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints import CLASSES, MORE, make_checkpoint
 from diptych.compute.loading import weights
-from diptych.compute.loading.weights import Checkpoint, resolve_model_dir
+from diptych.compute.loading.hub import resolve_model_dir
+from diptych.compute.loading.weights import Checkpoint
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
 from diptych.ground.errors import ConfigError, LoadError, UnsupportedModel

@@ -22,10 +22,11 @@ from diptych.compute.formats.gguf import GgufCheckpoint
 from diptych.compute.formats.mlx import MlxCheckpoint
 from diptych.compute.formats.random_codes import CodedRandomSource
 from diptych.compute.loading.calibration import DIRECTIONS, Calibration, calibrated
+from diptych.compute.loading.hub import resolve_model
 from diptych.compute.loading.packed_cache import PackedCache
 from diptych.compute.loading.quant import QuantisedCheckpoint, stored_weights
 from diptych.compute.loading.random_weights import RandomSource
-from diptych.compute.loading.weights import Checkpoint, Meanwhile, Progress, Source, resolve_model_dir
+from diptych.compute.loading.weights import Checkpoint, Meanwhile, Progress, Source
 from diptych.compute.model import Blueprint, Model, draw_blueprint
 from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.compute.ops.cpu.kernels import choose_instruction_set
@@ -41,7 +42,7 @@ from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.formats import KeptFormat
 from diptych.models.config import HfConfig, read_config_file
 from diptych.models.gguf.checkpoint import read_config
-from diptych.models.gguf.file import find_gguf, open_gguf
+from diptych.models.gguf.file import open_gguf
 from diptych.models.quantised.fields import Quantisation
 from diptych.models.quantised.method import MLX, packed_for_cpu, quantisation_of
 from diptych.models.read import family_of, reads_mxfp4
@@ -104,8 +105,8 @@ def load_model(
 
 
 def _open(path_or_name: str | Path, config: ComputeConfig) -> Opened:
-    gguf = find_gguf(Path(path_or_name).expanduser())
-    return _open_folder(resolve_model_dir(path_or_name), config) if gguf is None else _open_gguf(gguf, config)
+    path = resolve_model(path_or_name)
+    return _open_folder(path, config) if path.is_dir() else _open_gguf(path, config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diptych.compute.adapters import Adapter, read_adapter
-from diptych.compute.loading.weights import resolve_model_dir
+from diptych.compute.loading.hub import resolve_model_dir
 from diptych.compute.model import Model
 from diptych.engine.memory import memory_of
 from diptych.ground.bounds import shown, text

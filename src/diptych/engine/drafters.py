@@ -18,7 +18,7 @@ from diptych.compute.drafting.draft_store import DraftStore, scratch_blocks
 from diptych.compute.drafting.drafter import Drafter, DraftModel, rehearse
 from diptych.compute.drafting.head_drafters import EagleDrafter, Fuse, MedusaDrafter, fused, normed
 from diptych.compute.drafting.heads import EagleBlueprint, FusionBlueprint, HeadSource, MedusaBlueprint, TargetTensors
-from diptych.compute.loading.weights import resolve_model_dir
+from diptych.compute.loading.hub import resolve_model
 from diptych.compute.model import Model
 from diptych.compute.runner import build, load_model, open_blueprint
 from diptych.compute.sampling.sampler import Sampler
@@ -33,7 +33,6 @@ from diptych.ground.config import BALANCED, MODEL_DRAFTERS, ComputeConfig, Engin
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
 from diptych.models.config import read_json
-from diptych.models.gguf.file import find_gguf
 from diptych.models.heads import EagleSpec, MedusaSpec, kind_of_heads, read_eagle, read_medusa
 
 logger = logging.getLogger("diptych.engine")
@@ -291,7 +290,7 @@ def _named(config: EngineConfig, directory: Path | None) -> dict[str, Path]:
         return {kind: BUNDLED / bundled[kind] for kind in MODEL_DRAFTERS if kind in bundled}
     found: dict[str, Path] = {}
     for name in config.draft_model.split(","):
-        folder = _checkpoint(name.strip())
+        folder = resolve_model(name.strip())
         kind = _kind_of(folder)
         if kind in found:
             raise ConfigError(
@@ -413,7 +412,7 @@ def _compute_of(config: EngineConfig, target: Model) -> ComputeConfig:
 
 def _folder(config: EngineConfig, kind: str, directory: Path | None) -> Path:
     if config.draft_model is not None:
-        return _checkpoint(config.draft_model)
+        return resolve_model(config.draft_model)
     bundled = shipped(directory)
     if kind not in bundled:
         raise ConfigError(
@@ -421,11 +420,6 @@ def _folder(config: EngineConfig, kind: str, directory: Path | None) -> Path:
             hint="name its checkpoint: draft_model=..., --draft-model",
         )
     return BUNDLED / bundled[kind]
-
-
-def _checkpoint(name: str) -> Path:
-    gguf = find_gguf(Path(name).expanduser())
-    return resolve_model_dir(name) if gguf is None else gguf
 
 
 def shipped(directory: Path | None) -> Mapping[str, str]:

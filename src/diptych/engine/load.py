@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from diptych.compute.drafting.drafter import Drafter
-from diptych.compute.loading.weights import resolve_model_dir
+from diptych.compute.loading.hub import resolve_model
 from diptych.compute.pooler import Pooler
 from diptych.compute.runner import Model, load_model
 from diptych.compute.sampling.sampler import Sampler
@@ -40,7 +40,6 @@ from diptych.ground.config import BALANCED, BY_TEXT, SETTINGS, BlockConfig, Comp
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.shape import StepShape
 from diptych.models.files import no_model
-from diptych.models.gguf.file import find_gguf
 from diptych.models.named import SHAPES
 from diptych.stepper import Observe
 
@@ -95,19 +94,16 @@ def model_dir(name: str) -> Path:
         raise LoadError(f"model is {shown(name)}; it must be 'bundled', the path of a model, or a name on the hub")
     if name == "bundled":
         return bundled_dir()
-    gguf = find_gguf(Path(name).expanduser())
-    if gguf is not None:
-        return gguf
     try:
-        folder = resolve_model_dir(name)
+        path = resolve_model(name)
     except LoadError as error:
         if name not in SHAPES:
             raise
         hint = f"{name} is a shape: bench and lab take it, with random weights, as --shape {name}"
         raise LoadError(error.message, hint=hint) from error
-    if not (folder / "config.json").exists():
-        raise no_model(folder)
-    return folder
+    if path.is_dir() and not (path / "config.json").exists():
+        raise no_model(path)
+    return path
 
 
 def load(

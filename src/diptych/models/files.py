@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
@@ -122,6 +123,12 @@ def _of_another_kind(path: Path, begin: bytes) -> LoadError | None:
             f"{path} is a page of HTML or XML: it begins with {begin[:SHOWN_BYTES]!r}", hint="download the file again"
         )
     return None
+
+
+def first_line(error: BaseException) -> str:
+    """What a library says of a file or of the hub, in a line."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^Got: \w+: (\[Errno -?\d+\] )?", "", line)  # the hub's client puts its own error's name first
 
 
 def no_model(path: Path) -> LoadError:

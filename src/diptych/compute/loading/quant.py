@@ -26,7 +26,8 @@ import torch
 import xxhash
 
 from diptych.compute.formats.mlx import MlxCheckpoint
-from diptych.compute.loading.weights import Checkpoint, FileTensor, Progress, Saved, resolve_model_dir
+from diptych.compute.loading.hub import resolve_model_dir
+from diptych.compute.loading.weights import Checkpoint, FileTensor, Progress, Saved
 from diptych.compute.model import Blueprint, draw_blueprint
 from diptych.compute.ops.contract import WeightTensor
 from diptych.compute.ops.cpu.handles import INT4_GROUP

@@ -13,15 +13,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-import huggingface_hub
 import numpy as np
 import torch
 import xxhash
@@ -31,15 +28,10 @@ from diptych.compute.loading.mapped_pages import give_pages_back
 from diptych.compute.ops.contract import WeightTensor
 from diptych.ground.errors import LoadError
 from diptych.ground.formats import mean_bytes
-from diptych.models.files import A_MODEL, no_model, safetensors_header, weight_files
+from diptych.models.files import first_line, safetensors_header, weight_files
 
 logger = logging.getLogger("diptych.compute")
 
-# what a model needs and nothing else: no Python files, no pickled weights
-HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt")
-# the same weights a second time, in their makers' own layouts (Mistral's, gpt-oss's)
-HUB_IGNORED = ("consolidated*", "original/*")
-NO_HUB_NAMES = (".gguf", ".safetensors", ".json")
 ID_DTYPES = {"I64": torch.int64, "I32": torch.int32}
 FLOAT_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 SAMPLE_BYTES = 256  # of the end of each file, into the revision: tells two fine-tunes of one shape apart
@@ -48,34 +40,6 @@ SAMPLED_VALUES = 64  # of the middle of each tensor, likewise
 RESIDENT_BYTES = 8 * 2**20
 Progress = Callable[[int, int], None]
 Meanwhile = Callable[[], object]
-
-
-def resolve_model_dir(name: str | Path, *, wanted: str = A_MODEL) -> Path:
-    """The folder of a checkpoint: a local path, or a hub name downloaded (or found in the hub's cache).
-
-    Raises LoadError when there is neither; wanted: what it then says is taken.
-    """
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_file():
-        raise no_model(path)
-    if str(name).count("/") > 1 or str(name).startswith((".", "/", "~")) or path.suffix in NO_HUB_NAMES:
-        raise LoadError(f"no such folder or file: {path}", hint=wanted)
-    errors = import_module("huggingface_hub.errors")  # brings an HTTP client, which a folder on disk does not need
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                str(name), allow_patterns=list(HUB_PATTERNS), ignore_patterns=list(HUB_IGNORED)
-            )
-        )
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        raise LoadError(f"{name} is neither a folder nor a model on the hub: {_first_line(error)}") from error
-    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as error:
-        raise LoadError(
-            f"{name} is not a folder, and the hub could not be reached: {_first_line(error)}",
-            hint="give the path of a downloaded checkpoint, or go online once to fill the hub's cache",
-        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -361,7 +325,7 @@ class Checkpoint:
         try:
             made: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise LoadError(f"cannot read tensor {name} in {self.directory}: {_first_line(error)}") from error
+            raise LoadError(f"cannot read tensor {name} in {self.directory}: {first_line(error)}") from error
         return made
 
     def differ(self, name: str, other: str) -> bool:
@@ -480,7 +444,7 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             safetensors_header(path)  # says more
             raise LoadError(
-                f"{path} is damaged or cut short ({path.stat().st_size} bytes): {_first_line(error)}",
+                f"{path} is damaged or cut short ({path.stat().st_size} bytes): {first_line(error)}",
                 hint="download the file again",
             ) from error
         self._files[path.name] = file
@@ -496,8 +460,3 @@ def add_measured(digest: Any, measured: Mapping[str, torch.Tensor]) -> None:
     for name in sorted(measured):
         digest.update(f"{name}\n".encode())
         digest.update(measured[name].numpy().tobytes())
-
-
-def _first_line(error: BaseException) -> str:
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^Got: \w+: (\[Errno -?\d+\] )?", "", line)  # the hub's client puts its own error's name first
