@@ -25,7 +25,7 @@ import jinja2
 from diptych.engine.text.control import ControlTokens
 from diptych.engine.text.dialect import Dialect, find_dialect
 from diptych.engine.text.sandbox import Marked, RenderedPiece, TemplateSandbox
-from diptych.engine.text.system_messages import SYSTEM_ROLES, SystemPlaces, find_places, has_any, placed
+from diptych.engine.text.taken import SYSTEM_ROLES, Taken, find_taken, fitted, is_plain
 from diptych.engine.text.tokenizer import Tokenizer, read_json_object
 from diptych.ground.bounds import entries, shown
 from diptych.ground.errors import LoadError, TemplateError
@@ -109,16 +109,17 @@ class ChatTemplate:
         return find_dialect(render, "\n".join(self._sources.values()))
 
     @cached_property
-    def system_places(self) -> SystemPlaces:
-        """Which system messages it shows; some renderings, once."""
-        template = self._template(has_tools=False)
+    def taken(self) -> Taken:
+        """Which conversations it shows; some fifteen renderings, once, where one comes that not every template does."""
 
-        def render(messages: Sequence[Mapping[str, Any]]) -> str:
-            variables = {**self._tokenizer.special_tokens_map, "messages": [self._worded(one) for one in messages]}
-            rest = {"tools": None, "documents": None, "add_generation_prompt": True}
-            return "".join(piece.text for piece in self._sandbox.pieces(template, {**variables, **rest}))
+        def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+            worded = [self._worded(self._spoken(dict(one))) for one in messages]
+            variables = {**self._tokenizer.special_tokens_map, "messages": worded, "tools": list(tools) or None}
+            rest = {"documents": None, "add_generation_prompt": True}
+            pieces = self._sandbox.pieces(self._template(has_tools=bool(tools)), {**variables, **rest})
+            return "".join(piece.text for piece in pieces)
 
-        return find_places(render, names_developer=self.names("developer"))
+        return find_taken(render, names_developer=self.names("developer"))
 
     @cached_property
     def wants_parts(self) -> bool:
@@ -177,8 +178,10 @@ class ChatTemplate:
         if not given:
             raise TemplateError("messages has 0 entries; at least 1 is needed", param="messages")
         try:
-            read = [self._joined(self._spoken(_plain_message(one, i))) for i, one in enumerate(given)]
-            messages = [self._worded(one) for one in (placed(read, self.system_places) if has_any(read) else read)]
+            read = [self._joined(_plain_message(one, i)) for i, one in enumerate(given)]
+            messages = [
+                self._worded(self._spoken(one)) for one in (read if is_plain(read) else fitted(read, self.taken))
+            ]
             tools, documents, kwargs = plain(tools), plain(documents), plain(kwargs)
         except RecursionError:
             raise TemplateError("messages, tools or chat_template_kwargs are nested too deeply") from None
