@@ -1,9 +1,6 @@
 """Calls and thoughts as real models write them: the form is read off the template, and reads back what that renders."""
 
 import json
-import subprocess
-import sys
-import tarfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,7 +21,6 @@ from diptych.ground.request import FreeReasoning
 from text import templates
 from text.small_tokenizers import byte_level_json
 
-PACKAGE = "llama-cpp-python==0.3.36"
 FILES = {path.stem: path.read_text() for path in (Path(__file__).parents[2] / "data" / "templates").glob("*.jinja")}
 SOURCES = FILES | templates.CALL_FORMS
 
@@ -235,38 +231,6 @@ def test_forced_calls_are_written_in_the_models_own_form(name, has_tokens):
             assert len(first["text"]) <= 9, output
     assert names == {"weather", "note"}
     compiler.close()
-
-
-@pytest.fixture(scope="module")
-def all_sources(request: pytest.FixtureRequest) -> dict[str, str]:
-    """Every template of the package, which is fetched once."""
-    folder = request.config.cache.mkdir("chat_templates")
-    if not list(folder.glob("*.tar.gz")):
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "-q",
-            "--no-binary",
-            ":all:",
-            "--no-deps",
-            "-d",
-            str(folder),
-        ]
-        fetched = subprocess.run([*command, PACKAGE], capture_output=True, text=True, timeout=500)
-        if fetched.returncode:
-            pytest.skip(f"{PACKAGE} cannot be fetched: {fetched.stderr[-200:]}")
-    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
-        found = {}
-        for member in archive:
-            path = Path(member.name)
-            content = (
-                archive.extractfile(member) if path.parent.name == "templates" and path.suffix == ".jinja" else None
-            )
-            if content is not None:
-                found[path.stem] = content.read().decode()
-    return found
 
 
 @pytest.mark.slow

@@ -145,3 +145,26 @@ def test_turns_join_and_calls_go_one_by_one_where_a_template_wants_them_so() -> 
     assert len(found["tool_call_id"]) == 9
     assert found["tool_call_id"].isalnum()
     assert CALLED["tool_calls"][0]["id"] == FIRST_ID, "what was given stays as it was"
+
+
+# templates that want more of tools than there is here, or do what no sandbox lets them
+NEEDING = ("command-r-plus", "firefunction", "Kimi-K2-", "Hermes-2-Pro", "Hermes-3", "functionary")
+
+
+@pytest.mark.slow
+def test_what_published_templates_take_is_what_the_documentation_says(all_sources: dict[str, str]) -> None:
+    """Counted before anything is said otherwise; then all is shown."""
+    found = {
+        name: chat_template(source).taken
+        for name, source in all_sources.items()
+        if not any(one in name for one in NEEDING)
+    }
+    refused = [name for name, taken in found.items() if not (taken.systems and taken.later_system)]
+    documented = (Path(__file__).parents[3] / "docs" / "agents.md").read_text()
+    assert f"| {len(refused) - 1}, among them gpt-oss'" in documented, "all but Gemma 2's, which takes none"
+    assert [name for name, taken in found.items() if not taken.system] == ["google-gemma-2-2b-it"]
+    for name in found:
+        template = chat_template(all_sources[name])
+        for messages in [*CONVERSATIONS.values(), *(WITH_CALLS.values() if template.names("tools") else ())]:
+            text = template.render(messages, tools=[TOOL] if template.names("tools") else None).text
+            assert [content for content in texts_of(messages) if content not in text] == [], (name, messages)
