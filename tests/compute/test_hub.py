@@ -33,6 +33,7 @@ REPOSITORIES: dict[str, dict[str, bytes]] = {
     "some/only": {"only.Q5_K_S.gguf": BYTES},
     "some/unusual": {"a-Q2_K.gguf": BYTES, "a-Q8_0.gguf": BYTES},
     "some/both": {"model.safetensors": b"", "config.json": b"{}", "a-Q8_0.gguf": BYTES},
+    "some/gated": {"model.safetensors": b"", "config.json": b"{}"},
     "some/pickled": {"config.json": b"{}", "pytorch_model.bin": b"."},
 }
 RESOLVE = """
@@ -65,6 +66,8 @@ class Hub(BaseHTTPRequestHandler):
         asks_api = parts[:2] == ["api", "models"]
         files = REPOSITORIES.get("/".join(parts[2:4] if asks_api else parts[:2]))
         name = "/".join(parts[4:])
+        if parts[1] == "gated" and not asks_api:
+            return self._send(403, b"{}", {"X-Error-Code": "GatedRepo"})
         if files is None or (not asks_api and name not in files):
             return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound" if files is None else "EntryNotFound"})
         if parts[4:5] == ["tree"]:
@@ -141,7 +144,7 @@ def test_without_a_quantisation_the_usual_one_is_meant_or_all_are_named(endpoint
         "some/unusual:Q4",
         "some/nothing:Q4",
     ]
-    usual, only, both, unusual, pickled, other, nothing = resolved(names, tmp_path, HF_ENDPOINT=endpoint)
+    usual, only, both, unusual, pickled, other, *nothing, gated = resolved(names, tmp_path, HF_ENDPOINT=endpoint)
     assert usual[0] == "Small-3-Q4_K_M.gguf"
     assert only[0] == "only.Q5_K_S.gguf"
     assert both == [".", ["config.json", "model.safetensors"]], "safetensors come before GGUF, which is not fetched"
@@ -151,7 +154,10 @@ def test_without_a_quantisation_the_usual_one_is_meant_or_all_are_named(endpoint
     ]
     assert pickled[0] == "some/pickled on the hub holds no safetensors and no GGUF file"
     assert other[0] == "some/unusual on the hub holds no one GGUF model called 'Q4'"
-    assert "some/nothing is neither a folder nor a model on the hub" in nothing[0]
+    for told in nothing:
+        assert told[0] == "some/nothing is neither a folder nor a model on the hub"
+        assert "HF_TOKEN" in told[1]
+    assert gated[0] == "some/gated is gated: the hub gives it to those who were granted access"
 
 
 def test_a_file_or_a_folder_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

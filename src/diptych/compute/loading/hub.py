@@ -168,7 +168,17 @@ def _hub_errors(name: str | Path) -> Iterator[None]:
     errors = import_module("huggingface_hub.errors")  # brings an HTTP client, which a folder on disk does not need
     try:
         yield
-    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+    except errors.GatedRepoError as error:
+        raise LoadError(
+            f"{name} is gated: the hub gives it to those who were granted access",
+            hint="ask for it on the model's page there, then set HF_TOKEN or run `hf auth login`",
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise LoadError(
+            f"{name} is neither a folder nor a model on the hub",
+            hint="a private one wants HF_TOKEN, or `hf auth login`",
+        ) from error
+    except errors.HFValidationError as error:
         raise LoadError(f"{name} is neither a folder nor a model on the hub: {first_line(error)}") from error
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as error:
         raise LoadError(
