@@ -135,16 +135,9 @@ def test_a_quantisation_behind_a_colon_is_fetched_and_nothing_else(endpoint: str
 
 
 def test_without_a_quantisation_the_usual_one_is_meant_or_all_are_named(endpoint: str, tmp_path: Path) -> None:
-    names = [
-        "some/Small-3-GGUF",
-        "some/only",
-        "some/both",
-        "some/unusual",
-        "some/pickled",
-        "some/unusual:Q4",
-        "some/nothing:Q4",
-    ]
-    usual, only, both, unusual, pickled, other, *nothing, gated = resolved(names, tmp_path, HF_ENDPOINT=endpoint)
+    names = ["Small-3-GGUF", "only", "both", "unusual", "pickled", "unusual:Q4", "nothing:Q4", "nothing", "gated"]
+    found = resolved([f"some/{name}" for name in names], tmp_path, HF_ENDPOINT=endpoint)
+    usual, only, both, unusual, pickled, other, *nothing, gated = found
     assert usual[0] == "Small-3-Q4_K_M.gguf"
     assert only[0] == "only.Q5_K_S.gguf"
     assert both == [".", ["config.json", "model.safetensors"]], "safetensors come before GGUF, which is not fetched"
