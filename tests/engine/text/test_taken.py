@@ -103,6 +103,19 @@ def test_gpt_oss_takes_what_was_said_beside_a_thought_and_a_call() -> None:
     assert "<|channel|>analysis<|message|>Where is it?\n\nLooking.<|end|>" in text
 
 
+def test_the_log_says_once_what_a_template_does_not_take(caplog: pytest.LogCaptureFixture) -> None:
+    template = ChatTemplate(Tokenizer(tokenizers.Tokenizer.from_str(byte_level_json()), NAMES, []), KNOWS_NONE)
+    with caplog.at_level("INFO", logger="diptych.engine"):
+        template.render([ASK, ANSWER, AGAIN])
+        assert caplog.messages == [], "nothing is looked for where every template takes it"
+        for _ in range(2):
+            template.render([RULES, ASK])
+    (told,) = caplog.messages
+    assert (
+        "takes no system messages, several system messages, later system messages, two messages of the user's" in told
+    )
+
+
 def test_what_no_template_would_show_is_said_otherwise() -> None:
     first_alone = Taken(systems=False, later_system=False)
     one = {"role": "system", "content": "Be kind.\n\nBe short."}

@@ -50,6 +50,22 @@ class Taken:
     calls: bool = True  # several calls in one message
     long_ids: bool = True  # ids of calls that are not nine letters and digits
 
+    @property
+    def lacks(self) -> list[str]:
+        """In words what it does not show; without `developer`, who is called `system` then."""
+        words = {
+            "system": "system messages",
+            "systems": "several system messages",
+            "later_system": "later system messages",
+            "users": "two messages of the user's in a row",
+            "answers": "two answers in a row",
+            "after_result": "words of the user's behind a tool's result",
+            "said_and_thought": "text beside a thought and a call",
+            "calls": "several calls at once",
+            "long_ids": "ids of calls but nine letters and digits",
+        }
+        return [told for name, told in words.items() if not getattr(self, name)]
+
 
 def find_taken(render: Render, *, names_developer: bool) -> Taken:
     """Read off a template what it shows; `render` gives the prompt, or raises TemplateError.

@@ -11,6 +11,7 @@ message spells: they stay text (`control.py`) unless `reads_control_tokens`.
 from __future__ import annotations
 
 import json
+import logging
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from diptych.engine.text.tokenizer import Tokenizer, read_json_object
 from diptych.ground.bounds import entries, shown
 from diptych.ground.errors import LoadError, TemplateError
 from diptych.ground.request import Segment
+
+logger = logging.getLogger("diptych.engine")
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _MARK = "qtextq"  # a text that nobody else writes
@@ -119,7 +122,12 @@ class ChatTemplate:
             pieces = self._sandbox.pieces(self._template(has_tools=bool(tools)), {**variables, **rest})
             return "".join(piece.text for piece in pieces)
 
-        return find_taken(render, names_developer=self.names("developer"))
+        found = find_taken(render, names_developer=self.names("developer"))
+        if found.lacks:
+            logger.info(
+                "this chat template takes no %s; what it would refuse or lose is said otherwise", ", ".join(found.lacks)
+            )
+        return found
 
     @cached_property
     def wants_parts(self) -> bool:
