@@ -57,6 +57,8 @@ KINDS: dict[str, Kind] = {
     # buckets of one distance each up to 4, of ever more up to 40, beyond which texts go on
     "deberta-v2": Kind("DebertaV2", "deberta", {**RELATED, "share_att_key": True, "norm_rel_ebd": "layer_norm"}),
     "deberta-v2-apart": Kind("DebertaV2", "deberta", RELATED),
+    # the first: q, k and v by head, without buckets, and texts beyond its reach
+    "deberta": Kind("Deberta", "bytes", {key: value for key, value in RELATED.items() if key != "position_buckets"}),
     "eurobert": Kind("EuroBert", "wordpiece", {"num_key_value_heads": 2}),
     # two of three layers attend to some positions on either side
     "modernbert": Kind("ModernBert", "wordpiece", {"num_hidden_layers": 4, "local_attention": 12, "rope_parameters": TURNS}),
@@ -121,15 +123,30 @@ def deberta() -> Any:
     return transformers.DebertaV2Tokenizer(vocab=vocab)
 
 
+def of_bytes() -> Any:
+    """[CLS] text [SEP], of bytes and what they merge to."""
+    import tokenizers
+    import transformers
+
+    special = ("[PAD]", "[CLS]", "[SEP]", "[UNK]")
+    bytes_ = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    merges = [("Ġ", "f"), ("Ġf", "o"), ("Ġfo", "x"), ("t", "h"), ("th", "e"), ("Ġ", "the")]
+    vocab = [*special, *bytes_, *("".join(pair) for pair in merges), "[MASK]"]
+    return transformers.DebertaTokenizer(vocab={piece: i for i, piece in enumerate(vocab)}, merges=merges)
+
+
+TOKENIZERS = {
+    "wordpiece": wordpiece, "mpnet": mpnet, "unigram": unigram, "albert": albert, "deberta": deberta, "bytes": of_bytes,
+}  # fmt: skip
+
+
 def make_reference_encoder(kind: str, ending: str = "Model", **fields: Any) -> Any:
     """The transformers model, fp32, with lively random weights, and its tokenizer."""
     import transformers
 
     quiet()
     entry = KINDS[kind]
-    tok = {"wordpiece": wordpiece, "mpnet": mpnet, "unigram": unigram, "albert": albert, "deberta": deberta}[
-        entry.tokenizer
-    ]()
+    tok = TOKENIZERS[entry.tokenizer]()
     sizes = {} if kind == "distilbert" else SIZES
     asked = {**sizes, "vocab_size": len(tok), "max_position_embeddings": entry.positions, **entry.fields, **fields}
     config = getattr(transformers, f"{entry.name}Config")(pad_token_id=tok.pad_token_id, **asked)

@@ -396,6 +396,14 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
     "albert": {**OF_ENCODERS, "embedding_size": 24},
     "mpnet": {**OF_ENCODERS, "pad_token_id": 1},
     "ernie": {**OF_ENCODERS, "use_task_id": True},
+    "deberta": {
+        **OF_ENCODERS,
+        "relative_attention": True,
+        "position_biased_input": False,
+        "pos_att_type": ["c2p", "p2c"],
+        "max_relative_positions": 24,
+        "type_vocab_size": 0,
+    },
     "deberta-v2": {
         **OF_ENCODERS,
         "relative_attention": True,
@@ -438,7 +446,8 @@ CLASS_NEEDS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": KINDS},
     "qwen4_exp_text": {**{name: value for name, value in QWEN4.items() if name.startswith("indexer")}, "indexer_head_dim": 256},
     "dbrx": {"attn_config": {"rope_theta": 1e4}},
-    "deberta-v2": {"relative_attention": True, "position_biased_input": False, "pos_att_type": ["p2c", "c2p"]},
+    **{name: {"relative_attention": True, "position_biased_input": False, "pos_att_type": ["p2c", "c2p"]}
+       for name in ("deberta", "deberta-v2")},
     "nemotron": {"num_key_value_heads": 48}, "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128}, "glm4v_moe_text": {"head_dim": 128}, "ministral": {"head_dim": 128},

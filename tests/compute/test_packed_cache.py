@@ -105,7 +105,7 @@ def test_a_second_start_has_the_bits_of_the_first(family: str, weights: str, tmp
     assert (entry / WHOLE_FILE).stat().st_mtime_ns == before.st_mtime_ns, "it was written again"
 
 
-@pytest.mark.parametrize("kind", ["albert", "electra-small", "deberta-v2", "deberta-v2-apart", "ernie"])
+@pytest.mark.parametrize("kind", ["albert", "electra-small", "deberta-v2", "deberta-v2-apart", "deberta", "ernie"])
 def test_encoders_come_back_from_the_cache(kind: str, tmp_path: Path, folder: Path) -> None:
     """Also rows that are made of several tensors, and layers that have the weights of another."""
     path = make_plain(tmp_path / "model", kind, dtype=torch.bfloat16)

@@ -24,6 +24,7 @@ FP32 = {"backend": "torch", "weights": "fp32", "kv": "fp32"}
 RELATED = {
     "deberta-v2": ("value_proj|dense", "query_proj"),
     "deberta-v2-apart": (r"self\.(query|key|value)_proj|dense", "pos_key_proj"),
+    "deberta": ("in_proj|dense", "pos_q_proj"),
 }
 
 

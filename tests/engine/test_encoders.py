@@ -52,7 +52,7 @@ AS_PUBLISHED = {
     "bert": ("mean", "Model"), "roberta": ("mean", "ForMaskedLM"), "xlm-roberta": ("cls", "Model"),
     "camembert": ("mean", "ForMaskedLM"), "electra": ("cls", "ForPreTraining"), "distilbert": ("mean", "ForMaskedLM"),
     "electra-small": ("mean", "Model"), "albert": ("mean", "ForMaskedLM"), "deberta-v2": ("cls", "ForMaskedLM"),
-    "deberta-v2-apart": ("mean", "Model"), "ernie": ("mean", "ForMaskedLM"),
+    "deberta-v2-apart": ("mean", "Model"), "deberta": ("cls", "ForMaskedLM"), "ernie": ("mean", "ForMaskedLM"),
     "data2vec-text": ("mean", "ForMaskedLM"), "jina_embeddings_v3": ("mean", "ForMaskedLM"),
     "mpnet": ("mean", "ForMaskedLM"), "nomic_bert": ("mean", "Model"), "gte": ("cls", "ForMaskedLM"),
     "eurobert": ("mean", "ForMaskedLM"),
@@ -296,6 +296,22 @@ def test_old_names_of_norms_are_read(tmp_path: Path) -> None:
     np.testing.assert_allclose(vectors(fp32(path), TEXTS), want, atol=2e-5)
 
 
+@pytest.mark.parametrize("kind", ["deberta", "deberta-v2"])
+def test_published_files_of_deberta_are_read(tmp_path: Path, kind: str) -> None:
+    """Their configs name no class, say both products in one word, and beside them may lie a table of positions nobody reads."""
+    path = make_plain(tmp_path / "made", kind, ending="ForMaskedLM")
+    model, ids = reference_over(path, kind)[0], [2, 5, 30, 12, *range(20, 60), 3]
+    with torch.no_grad():
+        state = model(input_ids=torch.tensor([ids])).last_hidden_state[0].mean(dim=0).numpy()
+    tensors = load_file(path / "model.safetensors")
+    tensors["deberta.embeddings.position_embeddings.weight"] = torch.ones(POSITIONS, 64)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    ours = read_json(path / "config.json")
+    del ours["architectures"]
+    (path / "config.json").write_text(json.dumps({**ours, "pos_att_type": "c2p|p2c", "padding_idx": 0}))
+    np.testing.assert_allclose(vectors(fp32(path), [ids])[0], state / np.linalg.norm(state), atol=2e-5)
+
+
 @pytest.mark.parametrize("kind", ["bert", "mpnet"])
 def test_a_list_of_pieces_is_all_that_a_tokenizer_needs(tmp_path: Path, kind: str) -> None:
     """Older folders have vocab.txt and no tokenizer.json; tests/engine/text/test_wordpiece.py has the rest."""
@@ -318,6 +334,9 @@ def test_a_list_of_pieces_is_all_that_a_tokenizer_needs(tmp_path: Path, kind: st
         ("roberta", {"max_position_embeddings": 2}, "max_position_embeddings"),
         ("albert", {"num_hidden_groups": 3}, "num_hidden_groups"),
         ("albert", {"inner_group_num": 2}, "inner_group_num"),
+        ("deberta", {"talking_head": True}, "talking_head"),
+        ("deberta", {"pos_att_type": "p2c"}, "pos_att_type in .* is 'p2c'"),
+        ("deberta", {"position_buckets": 8}, "position_buckets"),
         ("deberta-v2", {"relative_attention": False}, "relative_attention"),
         ("deberta-v2", {"position_biased_input": True}, "position_biased_input"),
         ("deberta-v2", {"pos_att_type": "c2p"}, "pos_att_type in .* is 'c2p'"),
@@ -428,7 +447,13 @@ def test_ranks_have_the_bits_of_one(
     one, ranked = (LLM(path, tp=ranks, threads=ranks, **settings) for ranks in (1, 2))
     assert ranked.score(QUERIES, TEXTS).scores == one.score(QUERIES, TEXTS).scores
     ranked.close()
-    for kind in ("xlm-roberta", "mpnet", "albert", "deberta-v2"):  # a rank has what its heads know of distances
+    for kind in (
+        "xlm-roberta",
+        "mpnet",
+        "albert",
+        "deberta-v2",
+        "deberta",
+    ):  # a rank has what its heads know of distances
         one, ranked = (LLM(encoders[kind], tp=ranks, threads=ranks, **settings) for ranks in (1, 2))
         assert (vectors(one, TEXTS) == vectors(ranked, TEXTS)).all()
         model = ranked.loaded.model

@@ -87,7 +87,7 @@ def counted(config: Any) -> int:
         elif BY_MODEL_TYPE[config.model_type].is_encoder:
             bare = (
                 {}
-                if config.model_type in ("distilbert", "electra", "deberta-v2", "modernbert", "eurobert")
+                if config.model_type in ("distilbert", "electra", "deberta", "deberta-v2", "modernbert", "eurobert")
                 else {"add_pooling_layer": False}
             )
             model = transformers.AutoModel.from_config(config, **bare)

@@ -217,12 +217,13 @@ def _attention(model: ModelSpec, spec: AttentionLayer) -> int:
         return count + norms + (biases if spec.has_o_bias else 0)
     if spec.has_qkv_bias:
         count += (1 + spec.has_gate) * spec.n_heads * spec.head_dim + spec.kv_width
+        count -= 0 if spec.has_k_bias else spec.own_kv_heads * spec.head_dim
     if spec.has_o_bias:
         count += model.hidden
     if spec.has_sinks:
         count += spec.n_heads
     if spec.related is not None and not spec.related.is_shared:  # projections of rows of distances
-        count += 2 * (model.hidden + 1) * spec.n_heads * spec.head_dim
+        count += (2 * model.hidden + 1 + spec.has_k_bias) * spec.n_heads * spec.head_dim
     if spec.differs:  # two vectors for each of the two numbers whose difference is learned
         count += 4 * spec.head_dim
     if spec.qk_norm in (QkNorm.HEAD, QkNorm.TURNED):

@@ -337,6 +337,7 @@ def _attention(
         scales_heads=family.shares_latents,
         qk_norm=qk_norm,
         has_qkv_bias=_decided(config, family.qkv_bias),
+        has_k_bias=None not in family.names.qkv_biases,
         has_o_bias=_decided(config, family.o_bias),
         has_sinks=_decided(config, sinks if isinstance(sinks, bool) else sinks[window is not None]),
         slopes=slopes(n_heads, config.number("alibi_bias_max", 8.0)) if family.has_slopes else (),

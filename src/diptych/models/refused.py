@@ -23,7 +23,6 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "bert-generation", "big_bird", "convbert", "flaubert",
         "megatron-bert", "mobilebert", "rembert", "roberta-prelayernorm", "roc_bert", "roformer", "squeezebert", "xlm",
         "xlm-roberta-xl", "xmod"),
-    "an encoder whose queries, keys and values lie by head, and whose rows of distances have no norm": ("deberta",),
     ENCODER_BESIDE: (
         "bart", "mbart", "pegasus", "marian", "whisper", "blenderbot", "bigbird_pegasus", "blenderbot-small",
         "mvp", "plbart", "prophetnet", "trocr", "florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop",

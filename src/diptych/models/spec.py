@@ -85,7 +85,8 @@ class AttentionLayer:
     window: a query sees the last `window` positions up to and with its own; None: all. is_chunked: it sees those from the last
     multiple of `window` on instead (priced as a window, which is the most it sees). softcap: scores become softcap *
     tanh(score / softcap), after scale. clip: q, k and v are held within it on both sides of 0. rope None: no rotary positions.
-    scales_heads: queries of each head are multiplied by s log(position + 1) + b, numbers of the head's own. has_sinks: one
+    scales_heads: queries of each head are multiplied by s log(position + 1) + b, numbers of the head's own. has_k_bias: where q
+    and v have biases, keys have one, too, and those of distances. has_sinks: one
     learned logit per head. slopes: what a score of each head loses for each position between query and key (ALiBi,
     arXiv:2108.12409), (): nothing. distances: what it gains by that distance, in all layers the same. related: what it gains of
     what query and key say of the distance. has_v_norm: values are normed like `qk_norm`'s heads, without a weight. has_v: there
@@ -115,6 +116,7 @@ class AttentionLayer:
     scales_heads: bool = False
     qk_norm: QkNorm = QkNorm.NONE
     has_qkv_bias: bool = False
+    has_k_bias: bool = True
     has_o_bias: bool = False
     has_sinks: bool = False
     slopes: tuple[float, ...] = ()

@@ -16,6 +16,7 @@ from diptych.compute.loading.selective import load_selective, load_units
 from diptych.compute.loading.state import state_heads, state_projections, state_readers
 from diptych.compute.loading.views import (
     JoinedTensor,
+    NumbersTensor,
     OnesTensor,
     ReorderedTensor,
     RowsTensor,
@@ -128,7 +129,7 @@ class HeadsLoader(LatentLoader[Table, Vector, Linear, Heads, Experts]):
         attention, rows = self.parts.attention, tuple(self._widths.values())
         # stacked projections have one name
         names = self.names.qkv if len(self.names.qkv) == 1 else self.names.qkv[: len(rows)]
-        has_bias = attention.has_qkv_bias
+        has_bias = attention.has_qkv_bias and not self.names.qkv_biases
         readers: tuple[LinearParts, ...]
         if attention.has_gate and self.names.gate is not None:
             gate = self.linear(root, (self.names.gate,), (attention.gate_width,), self.spec.hidden)
@@ -142,12 +143,24 @@ class HeadsLoader(LatentLoader[Table, Vector, Linear, Heads, Experts]):
         if self.names.qkv_by_head and not self.source.is_plain:
             order = by_head_order(attention.n_heads, attention.n_kv_heads, attention.head_dim)
             readers = (reordered(readers[0], order),)
+        if self.names.qkv_biases:
+            readers = (replace(readers[0], biases=(self._joined_biases(root),)), *readers[1:])
         if self.names.qkv_parts:
             parts = rows_in_parts(self.names.qkv_parts, attention.width)
             readers = (stacked(*(picked(readers[0], rows) for rows in parts)),)
         if attention.differs:
             readers = (of_two_heads(readers[0], attention), *readers[1:])
         return (self._in_halves(readers[0], len(rows)), *readers[1:])
+
+    def _joined_biases(self, root: str) -> WeightTensor:
+        """Of q, k and v, which are stacked, where they stand apart; zeros for what has none."""
+        named = zip(self.names.qkv_biases, self._widths.values(), strict=True)
+        return JoinedTensor(
+            tuple(
+                NumbersTensor((0.0,) * n) if name is None else self.source.tensor(f"{root}{name}", n)
+                for name, n in named
+            )
+        )
 
     def _queries_and_gate(self, root: str, name: str, *, has_bias: bool) -> tuple[LinearParts, LinearParts]:
         """Of what the heads give, the gate's rows lie behind those of its queries, head by head."""

@@ -72,12 +72,13 @@ class PlaceRows:
 
 
 class RelatedTensor(WeightTensor):
-    """Rows of distances as one head's projection [d, D] with its bias [d] makes them [n_places, d], times a number."""
+    """Rows of distances as one head's projection [d, D] with its bias [d], if any, makes them [n_places, d], times a number."""
 
     dtype = torch.float32
 
     def __init__(self, rows: PlaceRows, projection: LinearParts, head: slice, *, scale: float) -> None:
-        (self._weight,), (self._bias,) = projection.weights, projection.biases
+        (self._weight,) = projection.weights
+        self._bias = projection.biases[0] if projection.biases else None
         self.name = f"{self._weight.name}[{head.start}:{head.stop} of distances]"
         self.shape = (rows.rows.shape[0], head.stop - head.start)
         seed = rows.rows.random_seed
@@ -87,11 +88,13 @@ class RelatedTensor(WeightTensor):
     @property
     def stored(self) -> tuple[WeightTensor, ...]:
         """What it is made of."""
-        return tuple(one for part in (*self._rows.made_of, self._weight, self._bias) for one in part.stored)
+        parts = (*self._rows.made_of, self._weight, *(() if self._bias is None else (self._bias,)))
+        return tuple(one for part in parts for one in part.stored)
 
     def read(self) -> torch.Tensor:
         """A new tensor."""
-        weight, bias = self._weight.read()[self._head].float(), self._bias.read()[self._head].float()
+        weight = self._weight.read()[self._head].float()
+        bias = None if self._bias is None else self._bias.read()[self._head].float()
         return torch.nn.functional.linear(self._rows.values, weight, bias) * self._scale
 
 
@@ -118,10 +121,10 @@ def _related(
     hidden, width = layer.spec.hidden, spec.head_dim
     norm = norm_parts(layer.source, f"{layer.of_model}encoder.LayerNorm", layer.spec) if related.is_normed else None
     rows = PlaceRows(layer.source.tensor(name, related.n_places, hidden), norm, layer.spec.norm_eps)
-    q, k = layer.names.qkv[:2] if related.is_shared else ("self.pos_query_proj", "self.pos_key_proj")
+    q, k = layer.names.qkv[:2] if related.is_shared else layer.names.of_distances
     made, beside = [], [*rows.made_of]
-    for one in (k, q):
-        projection = layer.linear(root, (one,), (spec.n_heads * width,), hidden, has_bias=True)
+    for one, has_bias in ((k, spec.has_k_bias), (q, True)):
+        projection = layer.linear(root, (one,), (spec.n_heads * width,), hidden, has_bias=has_bias)
         beside += [] if related.is_shared else projection.biases
         heads = (slice(head * width, (head + 1) * width) for head in range(spec.n_heads))
         of_heads = (RelatedTensor(rows, projection, head, scale=spec.scale) for head in heads)

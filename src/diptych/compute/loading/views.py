@@ -99,10 +99,10 @@ class ReorderedTensor(PickedTensor):
 
 
 class JoinedTensor(WeightTensor):
-    """The values of some tensors behind one another, as a vector."""
+    """The values of some tensors behind one another, as a vector, by the names of all: a packed bias is found by those."""
 
     def __init__(self, tensors: tuple[WeightTensor, ...]) -> None:
-        self.name = tensors[0].name
+        self.name = "+".join(dict.fromkeys(one.name for tensor in tensors for one in tensor.stored))
         self.shape = (sum(math.prod(tensor.shape) for tensor in tensors),)
         self.dtype = tensors[0].dtype
         self.random_seed = tensors[0].random_seed
@@ -115,7 +115,7 @@ class JoinedTensor(WeightTensor):
 
     def read(self) -> torch.Tensor:
         """A copy."""
-        return torch.cat([tensor.read().reshape(-1) for tensor in self._tensors])
+        return torch.cat([tensor.read().reshape(-1) for tensor in self._tensors]).to(self.dtype)
 
 
 class PowerTensor(WeightTensor):

@@ -34,6 +34,14 @@ LIKE_ROBERTA: dict[str, Any] = {
     **LIKE_BERT, "fixed": {**LIKE_BERT["fixed"], "pad_token_id": (1,)}, "unread": ("output_past",), "prefixes": ("roberta.",),
     "positions_offset": 2, "counts_offset": True, "names": TensorNames(**NAMES_OF_BERT),
     "classifier": (HeadLayer("classifier.dense", Activation.TANH), HeadLayer("classifier.out_proj"))}  # fmt: skip
+OF_DEBERTA: dict[str, Any] = {
+    "relative_attention": (True,), "position_biased_input": (False,), "pooler_hidden_act": ("gelu",)}  # fmt: skip
+LIKE_DEBERTA: dict[str, Any] = {
+    "classifier": (HeadLayer("pooler.dense", Activation.GELU), HeadLayer("classifier")), "prefixes": ("deberta.",),
+    # files may have a table of positions, which nothing is added by
+    "ignored": (*HEADS, "pooler.", "classifier.", "position_ids", "position_embeddings", "lm_predictions.",
+                "mask_predictions."),
+    "types_may_lack": True, **AROUND_SUMS, **ALL_BIASES}  # fmt: skip
 
 
 def _kinds(name: str, *more: str) -> tuple[str, ...]:
@@ -163,19 +171,26 @@ ENCODERS: tuple[Family, ...] = (
               "intermediate_size": 6144, "type_vocab_size": 0, "rms_norm_eps": 1e-7, "head_dim": None,
               "word_embed_proj_dim": None, "pos_att_type": None, "query_pre_attn_scalar": None, "share_att_key": False,
               "position_buckets": -1, "max_relative_positions": -1, "norm_rel_ebd": "none"},
-        fixed={"relative_attention": (True,), "position_biased_input": (False,), "conv_kernel_size": (0, None),
-               "pooler_hidden_act": ("gelu",)},
+        fixed={**OF_DEBERTA, "conv_kernel_size": (0, None)},
         unread=("legacy", "z_steps", "conv_act", "conv_groups", "pooler_dropout", "pooler_hidden_size"),
         renamed={**LAYER_NORM_EPS, "embedding_size": "word_embed_proj_dim", "attention_head_size": "head_dim"},
-        classifier=(HeadLayer("pooler.dense", Activation.GELU), HeadLayer("classifier")),
         names=TensorNames(**{
             **NAMES_OF_BERT, "qkv": ("self.query_proj", "self.key_proj", "self.value_proj"),
             "distances": "encoder.rel_embeddings"}),
-        prefixes=("deberta.",),
-        ignored=(*HEADS, "pooler.", "classifier.", "position_ids", "lm_predictions.", "mask_predictions."),
-        types_may_lack=True,
-        **AROUND_SUMS,
-        **ALL_BIASES,
+        **LIKE_DEBERTA,
+    ),
+    # the first: rows of distances as they are, a row for each of them; q, k and v lie by head, and keys have no biases
+    Family(
+        name="deberta", architectures=_kinds("Deberta"),
+        keys={**BERT, "vocab_size": 50_265, "type_vocab_size": 0, "rms_norm_eps": 1e-7, "word_embed_proj_dim": None,
+              "pos_att_type": None, "query_pre_attn_scalar": None, "max_relative_positions": -1},
+        fixed={**OF_DEBERTA, "talking_head": (False, None)},
+        unread=("legacy", "z_steps", "padding_idx", "pooler_dropout", "pooler_hidden_size"),
+        renamed={**LAYER_NORM_EPS, "embedding_size": "word_embed_proj_dim"},
+        names=TensorNames(qkv_by_head=True, **{
+            **NAMES_OF_BERT, "qkv": ("self.in_proj",), "qkv_biases": ("self.q_bias", None, "self.v_bias"),
+            "distances": "encoder.rel_embeddings", "of_distances": ("self.pos_q_proj", "self.pos_proj")}),
+        **LIKE_DEBERTA,
     ),
     # rotary positions and gates, no biases but of norms
     Family(

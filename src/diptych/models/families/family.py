@@ -52,7 +52,9 @@ class TensorNames:
     """Names inside a layer, without '.weight'. qkv and gate_up: separate projections, or one that is already stacked.
 
     qkv_by_head: its rows lie by KV head: the queries that share it, its key, its value. qkv_parts: they lie in so many parts,
-    of each the queries, values and keys of its heads. transposes: projections of a layer are stored as [inputs, outputs].
+    of each the queries, values and keys of its heads. qkv_biases: of stacked q, k and v, where they stand apart, or None.
+    of_distances: what projects rows of distances as queries, and as keys. transposes: projections of a layer are stored as
+    [inputs, outputs].
     up_first: in the projection that is stacked, up's rows come before gate's.
     embedding, embedding_norm, positions, types, tasks, distances, final_norm, layers, head: at the ends, behind a prefix.
     embedding_ending: what is there in place of '.weight'. transform: what stands before the head, a projection and a norm.
@@ -88,6 +90,7 @@ class TensorNames:
     types: str = "token_type_embeddings"
     tasks: str = "embeddings.task_type_embeddings"
     distances: str = "encoder.relative_attention_bias"
+    of_distances: tuple[str, str] = ("self.pos_query_proj", "self.pos_key_proj")
     final_norm: str | None = "norm"
     layers: str = "layers"
     head: str = "lm_head"
@@ -96,6 +99,7 @@ class TensorNames:
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     qkv_by_head: bool = False
+    qkv_biases: tuple[str | None, ...] = ()
     qkv_parts: int = 0
     transposes: bool = False
     base: str | None = None

@@ -39,7 +39,7 @@ def _related(config: HfConfig) -> Related | None:
     if "pos_att_type" not in config.raw:
         return None
     key, further = "position_buckets", "max_relative_positions"
-    n_buckets, reach = (max(0, config.integer(one, low=-1)) for one in (key, further))
+    n_buckets, reach = (max(0, config.integer(one, -1, low=-1)) for one in (key, further))
     reach = reach or config.integer("max_position_embeddings")
     config.at_most(further, reach, FARTHEST)
     if n_buckets and (n_buckets < 2 or reach - 1 <= n_buckets // 2):
@@ -47,7 +47,7 @@ def _related(config: HfConfig) -> Related | None:
             f"{key} in {config.path} is {n_buckets} and {further} {reach}; half as many buckets, of one distance each, must "
             "reach less far"
         )
-    said = config.raw["norm_rel_ebd"]
+    said = config.raw.get("norm_rel_ebd", "none")
     words = said.lower().split("|") if isinstance(said, str) else None
     if words not in (["none"], ["layer_norm"]):
         raise LoadError(f"norm_rel_ebd in {config.path} is {said!r}; only 'none' and 'layer_norm' are supported")
@@ -62,7 +62,7 @@ def as_related(raw: dict[str, Any], defaults: Mapping[str, Any], path: str) -> d
     """
     for key, usual, wanted in (("relative_attention", False, True), ("position_biased_input", True, False)):
         if raw.get(key, usual) is not wanted:
-            raise LoadError(f"{key} in {path} is {raw.get(key, usual)!r}; of deberta-v2, only {wanted} is supported")
+            raise LoadError(f"{key} in {path} is {raw.get(key, usual)!r}; of DeBERTa, only {wanted} is supported")
     said = raw.get("pos_att_type")
     kinds = said.split("|") if isinstance(said, str) else said
     if not isinstance(kinds, list) or {str(one).strip() for one in kinds} != {"c2p", "p2c"}:
