@@ -1,7 +1,8 @@
 """More checkpoints as other programs quantise them, with `coded_files`' machinery: layouts written out place by place, after
-AutoAWQ 0.2.9 (`gemv.py`, `gemv_fast.py`, `marlin.py`), compressed-tensors 0.12 (sparsity), aqlm 1.1.7, optimum-quanto 0.2.7,
-sinq 0.2, torchao 0.18, PyTorch's `int4mm.cu` and amd-quark 0.6 to 0.13. Each was compared with what these programs write (of
-Quark with what its packing reads), once, by hand, but for packed int4, which only GPUs write: that goes by their source.
+AutoAWQ 0.2.9 (`gemv.py`, `gemv_fast.py`, `marlin.py`), AutoGPTQ 0.7 (`qlinear_marlin.py`), compressed-tensors 0.12 (sparsity),
+aqlm 1.1.7, optimum-quanto 0.2.7, sinq 0.2, torchao 0.18, PyTorch's `int4mm.cu` and amd-quark 0.6 to 0.13. Each was
+compared with what these programs write (of Quark with what its packing reads), once, by hand, but for packed int4, which only
+GPUs write: that goes by their source.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def awq_gemv(group: int, *, is_fast: bool = False) -> Layout:
     return Layout(config | {"version": "gemv_fast" if is_fast else "gemv"}, write)
 
 
-def awq_marlin(group: int | None) -> Layout:
-    """AutoAWQ's `marlin` (`marlin.py`: `_get_perms` and `from_linear`), place by place. group: None, a row."""
+def marlin_words(group: int | None, names: tuple[str, str], **config: Any) -> Layout:
+    """The same in AutoAWQ (`marlin.py`) and AutoGPTQ (`qlinear_marlin.py`: `_get_perms` and `pack`), place by place."""
     rows, pairs = [0, 8], [0, 1, 8, 9]  # of a word: outputs apart, and inputs
 
     def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -77,14 +78,22 @@ def awq_marlin(group: int | None) -> Layout:
             else [2 * i + j for i in range(4) for j in (0, 1, 8, 9, 16, 17, 24, 25)]
         )
         tensors = {
-            "qweight": stored.to(torch.int32),
-            "scales": scales.T.reshape(-1, len(order))[:, order].reshape(-1, n),
+            names[0]: stored.to(torch.int32),
+            names[1]: scales.T.reshape(-1, len(order))[:, order].reshape(-1, n),
         }
         return tensors, valued(codes, scales, zeros, torch.arange(k) // (group or k))
 
-    return Layout(
-        {"quant_method": "awq", "bits": 4, "group_size": group or -1, "zero_point": False, "version": "marlin"}, write
-    )
+    return Layout({"bits": 4, "group_size": group or -1, **config}, write)
+
+
+def awq_marlin(group: int | None) -> Layout:
+    """AutoAWQ's `marlin`. group: None, a row."""
+    return marlin_words(group, ("qweight", "scales"), quant_method="awq", zero_point=False, version="marlin")
+
+
+def gptq_marlin(group: int | None, **config: Any) -> Layout:
+    """AutoGPTQ's. config: how it says so."""
+    return marlin_words(group, ("B", "s"), quant_method="gptq", sym=True, desc_act=False, **config)
 
 
 def quark_awq(*, symmetric: bool = False, in_order: bool = False) -> Layout:

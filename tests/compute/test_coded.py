@@ -311,8 +311,11 @@ def test_rows_of_heads_and_of_what_gates_them_come_out_of_one_matrix(
         ({"quant_method": "awq", "bits": 3}, "bits .* is 3; 4 can be read"),
         ({"quant_method": "gptq", "bits": 5}, "bits .* is 5; 2 or 3 or 4 or 8"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size .* is 0"),
-        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format .* is 'marlin'"),
-        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "is_marlin_format .* is True; False or None"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin_24"}, "checkpoint_format .* is 'marlin_24'"),
+        (
+            {"quant_method": "gptq", "bits": 4, "is_marlin_format": 1, "sym": False},
+            "is_marlin_format .* is 1; True or False",
+        ),
         ({"quant_method": "compressed-tensors", "format": "marlin-48"}, "format .* is 'marlin-48'"),
         ({"quant_method": "compressed-tensors", "format": "mxfp6-quantized"}, "mxfp6"),
         ({"quant_method": "mxfp8", "scale_fmt": "float"}, "scale_fmt .* is 'float'; 'ue8m0' can be read"),

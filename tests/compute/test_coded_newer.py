@@ -39,6 +39,7 @@ from newer_files import (
     by_quantisers,
     four_over_six,
     fp_quant,
+    gptq_marlin,
     marlin,
     metal,
     plain_floats,
@@ -65,6 +66,8 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
     "gemv fast 64": (lambda: awq_gemv(64, is_fast=True), "group4-g64-f16-minima16"),
     "awq marlin": (lambda: awq_marlin(64), "group4-g64-f16"),
     "awq marlin rows": (lambda: awq_marlin(None), "group4-g128-f16"),
+    "gptq marlin": (lambda: gptq_marlin(64, checkpoint_format="marlin"), "group4-g64-f16"),
+    "gptq marlin rows": (lambda: gptq_marlin(None, is_marlin_format=True), "group4-g128-f16"),
     "quark as awq": (quark_awq, "group4-g32-f16-zeros"),
     "quark as awq in order": (lambda: quark_awq(in_order=True), "group4-g32-f16-zeros"),
     "quark as symmetric awq": (lambda: quark_awq(symmetric=True), "group4-g32-f16"),
@@ -147,8 +150,8 @@ def test_every_layout_gives_the_values_of_its_own_formula(layout: str, original:
 @pytest.mark.native
 @pytest.mark.parametrize(
     "layout",
-    ["gemv", "gemv fast", "sparse", "sparse fp8", "marlin in groups", "mxfp6", "aqlm 2x8", "quanto 2", "quanto 4",
-     "sinq 4", "fp-quant padded", "fp-quant plain", "metal 8", "torchao int4", "torchao int4 scaled",
+    ["gemv", "gemv fast", "gptq marlin", "sparse", "sparse fp8", "marlin in groups", "mxfp6", "aqlm 2x8", "quanto 2",
+     "quanto 4", "sinq 4", "fp-quant padded", "fp-quant plain", "metal 8", "torchao int4", "torchao int4 scaled",
      "torchao int4 tiles", "quark as symmetric awq", "quark nvfp4 by module"],
 )  # fmt: skip
 def test_kept_weights_answer_as_their_values_do(
@@ -188,6 +191,9 @@ def test_kept_weights_answer_as_their_values_do(
         ("gemv", lambda t: t.update({f"{DOWN}scales": t[f"{DOWN}scales"][:, :6].clone()}), r"scales is F16 \[128, 6\]"),
         ("gemv fast", lambda t: t.update({f"{DOWN}qweight": t[f"{DOWN}qweight"].int()}), r"qweight is I32 .* I16 \[32, 192\]"),
         ("gemv fast", lambda t: t.update({f"{DOWN}qzeros": t[f"{DOWN}qzeros"] * float("nan")}), "scale that is not finite"),
+        ("gptq marlin", lambda t: t.pop(f"{DOWN}s"), "down_proj.s is missing"),
+        ("gptq marlin", lambda t: t.pop(f"{DOWN}B"), "down_proj.weight is missing"),
+        ("gptq marlin", lambda t: t.update({f"{DOWN}s": t[f"{DOWN}s"][1:].clone()}), r"down_proj.s is F16 \[2, 128\]"),
         ("quark nvfp4", lambda t: t.pop(f"{DOWN}weight_scale_2"), "weight_scale_2 is missing"),
         ("quark nvfp4 by module", lambda t: t.pop(f"{DOWN}weight_quantizer.0.scale"), "weight_scale is missing"),
         ("quark int4 by module", lambda t: t.pop(f"{DOWN}weight_quantizer.scale"), "weight_scale is missing"),
@@ -247,6 +253,10 @@ def with_config(folder: Path, **fields: Any) -> Path:
         ("gemv", {"version": "marlin", "zero_point": False}, r"qweight is I32 .* I32 \[8, 384\]"),
         ("awq marlin", {"zero_point": True}, "zero_point .* is True; False can be read"),
         ("awq marlin", {"version": "exllama"}, "version .* is 'exllama'"),
+        ("gptq marlin", {"checkpoint_format": "gptq"}, "weight is missing"),
+        ("gptq marlin", {"desc_act": True}, "desc_act .* is True; False can be read"),
+        ("gptq marlin", {"sym": False}, "sym .* is False; True can be read"),
+        ("gptq marlin", {"bits": 8}, "bits .* is 8; 4 can be read"),
         ("gemv", {"group_size": 40}, "128 inputs, which groups of 40 do not divide"),
     ],
 )
@@ -264,6 +274,7 @@ def test_a_layout_that_the_config_does_not_name_is_refused(
     [
         ("gemv", (128, 36), "groups of 32 do not divide"),
         ("gemv fast", (128, 96), r"is 128 by 96; .* 4 rows and 64 inputs share their words"),
+        ("gptq marlin", (96, 192), r"is 96 by 192; in the layout marlin 64 rows and 16 inputs"),
         ("awq marlin", (96, 192), r"is 96 by 192; in the layout marlin 64 rows and 16 inputs"),
         ("marlin", (96, 192), r"is 96 by 192; .* outputs come in 64 and inputs in 32"),
         ("mxfp6", (128, 40), "40 inputs, which groups of 32 do not divide"),

@@ -1,9 +1,9 @@
-"""AWQ's four layouts of codes of 4 bits, and Quark's, which is the first of them by other names.
+"""AWQ's four layouts of codes of 4 bits, and by other names Quark's, which is the first, and AutoGPTQ's `marlin`, the last.
 
 `gemm`: words along the outputs, with zero points. `gemv`: words along the inputs. `gemv_fast`: words of 16 bits in the order of
 a kernel, with what code 0 stands for in place of zero points. `marlin`: words of 16 inputs by 64 outputs as a GPU's tensor
 cores take them, around code 8. Sources: AutoAWQ 0.2.9 (`awq/modules/linear/gemm.py`, `gemv.py`, `gemv_fast.py`, `marlin.py`),
-Quark 0.6 to 0.13 (`torch/utils/pack.py`, `torch/export/constants.py`).
+AutoGPTQ 0.7 (`nn_modules/qlinear/qlinear_marlin.py`), Quark 0.6 to 0.13 (`torch/utils/pack.py`, `torch/export/constants.py`).
 
 Legend: n outputs, k inputs, G scales of a row.
 """
@@ -31,6 +31,7 @@ from diptych.models.quantised.fields import Quantisation
 # AutoAWQ packs column 8 c + AWQ_ORDER[i] of eight into nibble i of a word
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _AWQ_NAMES, _QUARK_NAMES = ("qweight", "scales", "qzeros"), ("weight", "weight_scale", "weight_zero_point")
+_GPTQ_NAMES = ("B", "s")
 QUANTISERS = {
     f"weight_quantizer.{level}{one}": f"weight_{one}{'_2' if level == '1.' else ''}"
     for level in ("", "0.", "1.")
@@ -51,7 +52,7 @@ def open_awq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisa
     if how.layout == "gemv_fast":
         return _gemv_fast(raw, prefix, shape, group)
     if how.layout == "marlin":
-        return _marlin(raw, prefix, shape, group)
+        return _marlin(raw, prefix, shape, group, how.method)
     if n % PER_WORD:
         raise LoadError(f"{prefix} has {n} outputs, of which words of 32 bits hold 8 each", hint=CONTRADICTION)
     return _gemm(raw, prefix, shape, group, how)
@@ -140,10 +141,10 @@ def _require_tiles(prefix: str, shape: tuple[int, int], layout: str, rows: int, 
         )
 
 
-def _marlin(raw: RawTensors, prefix: str, shape: tuple[int, int], group: int) -> CodedMatrix:
-    """qweight [k / 16, 2 n], scales [G, n]."""
+def _marlin(raw: RawTensors, prefix: str, shape: tuple[int, int], group: int, method: str) -> CodedMatrix:
+    """qweight [k / 16, 2 n], scales [G, n]; of AutoGPTQ B and s."""
     n, k = shape
-    weight, scales, _ = (f"{prefix}.{name}" for name in _AWQ_NAMES)
+    weight, scales = (f"{prefix}.{name}" for name in (_GPTQ_NAMES if method == "gptq" else _AWQ_NAMES[:2]))
     _require_tiles(prefix, shape, "marlin", MARLIN_ROWS, MARLIN_INPUTS)
     require(raw, weight, (k // MARLIN_INPUTS, 2 * n), "I32")
     require(raw, scales, (k // group, n), *FLOATS)
@@ -159,7 +160,7 @@ def _marlin(raw: RawTensors, prefix: str, shape: tuple[int, int], group: int) ->
         tiles = unpack_words(raw.stored(weight), 4).view(k // MARLIN_INPUTS, n // MARLIN_ROWS, 8, 4, 4, 2, 2, 2)
         return tiles.permute(1, 4, 6, 2, 0, 7, 3, 5).reshape(n, k)
 
-    return CodedMatrix(prefix, shape, 4, "awq-marlin-4", codes, parts, all_bytes(raw, prefix))
+    return CodedMatrix(prefix, shape, 4, f"{method}-marlin-4", codes, parts, all_bytes(raw, prefix))
 
 
 def _zero_words(k: int, group: int) -> int:

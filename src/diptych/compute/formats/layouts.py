@@ -63,6 +63,8 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
         return _sparse(raw, prefix, shape, how)
     if how.method == "awq" and raw.holds(f"{prefix}.qweight"):
         return open_awq(raw, prefix, shape, how)
+    if how.method == "gptq" and how.layout == "marlin":
+        return open_awq(raw, prefix, shape, how) if raw.holds(f"{prefix}.B") else None
     if how.method == "gptq" and raw.holds(f"{prefix}.qweight"):
         return _gptq(raw, prefix, shape, how)
     if how.method == "bitnet":

@@ -55,10 +55,10 @@ MODELOPT: dict[str, KeptFormat | None] = {  # by quant_algo
 # how the tensors end in which one matrix lies: its codes, and what belongs to them and is no parameter
 CODES = (
     "qweight", "weight_packed", "embedding_quantized", "W_q", "_weight_qdata", "compressed", "codes", "weight._data",
-    "weight._data._data", "indices", "dqweight", "quantized_weight_values",
+    "weight._data._data", "indices", "dqweight", "quantized_weight_values", "B",
 )  # fmt: skip
 BESIDE_CODES = (
-    "qzeros", "scales", "g_idx", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_scale_inv",
+    "qzeros", "scales", "s", "g_idx", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_scale_inv",
     "input_scale", "input_zero_point", "activation_scale", "weight.absmax", "weight.quant_map", "weight.nested_absmax",
     "weight.nested_quant_map", "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4", "SCB",
     "weight_format", "weight_global_scale", "weight_scale_2", "input_global_scale", "q_scale", "k_scale", "v_scale", "biases",
@@ -241,9 +241,11 @@ def _sinq(section: HfConfig) -> Quantisation:
 def _gptq(section: HfConfig) -> Quantisation:
     bits = one_of(section, "bits", (2, 3, 4, 8), None)
     one_of(section, "pack_dtype", ("int32",), "int32")
-    layout = one_of(section, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    one_of(section, "is_marlin_format", (False, None), False)  # as AutoGPTQ said it before it named formats
+    layout = one_of(section, "checkpoint_format", ("gptq", "gptq_v2", "marlin"), "gptq")
     group = group_size(section, "group_size")
+    # as AutoGPTQ said it before it named formats
+    if one_of(section, "is_marlin_format", (True, False, None), False) or layout == "marlin":
+        return _marlin(section, group)
     return Quantisation(
         method="gptq",
         bits=bits,
@@ -254,6 +256,16 @@ def _gptq(section: HfConfig) -> Quantisation:
         zero_added=1 if layout == "gptq" else 0,
         kept=kept_groups(bits, group, "f16", is_symmetric=section.flag("sym", True)),
     )
+
+
+def _marlin(section: HfConfig, group: int | None) -> Quantisation:
+    """AutoGPTQ's words for a kernel, which have neither zero points nor an order of inputs."""
+    for key, wanted in (("bits", 4), ("sym", True), ("desc_act", False)):
+        one_of(section, key, (wanted,), wanted)
+    if section.raw.get("dynamic"):
+        refuse(section, "dynamic", "marlin has no mixtures")
+    kept = kept_groups(4, group, "f16", is_symmetric=True)
+    return Quantisation(method="gptq", bits=4, group=group, layout="marlin", kept=kept)
 
 
 def _dynamic(section: HfConfig, bits: int, group: int | None) -> Iterator[tuple[str, Scheme]]:
