@@ -365,13 +365,8 @@ def test_rows_of_heads_and_of_what_gates_them_come_out_of_one_matrix(
         ({"quant_method": "gemma", "module_quant_configs": {"(mlp": {"num_bits": 4}}}, "a pattern that is none"),
         ({"quant_method": "quark"}, "global_quant_config"),
         (quark_with({"dtype": "mx"}), "dtype in weight of global_quant_config .* is 'mx'"),
-        (
-            quark_with({"dtype": "int4", "qscheme": "per_channel"}),
-            "qscheme .* is 'per_channel'; 'per_group' can be read",
-        ),
         (quark_with({"dtype": "fp4", "group_size": 16}), "group_size .* is 16; 32 can be read"),
         (quark_with({"dtype": "fp4", "scale_format": "e4m3"}), "scale_format .* is 'e4m3'"),
-        (quark_with({"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0}), "input_tensors .* is None"),
         (quark_with([{}, {}]), "weight in global_quant_config .* one type with one scale"),
         (quark_with({}, export={"weight_format": "fake_quantized"}), "weight_format .* is 'fake_quantized'"),
         (quark_with({}, export={"pack_method": "other"}), "pack_method .* is 'other'"),

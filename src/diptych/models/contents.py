@@ -187,7 +187,9 @@ def _safetensors(path: Path, how: Quantisation | None) -> Iterator[Entry]:
             bits = how.bits_of(name.rpartition(".")[0])
             count, stored = nbytes * 8 // bits, f"gemma {bits} bit"
         elif how is not None and how.method == "quark" and stored in ("U8", "I32") and name.endswith(".weight"):
-            count, stored = 2 * nbytes, "quark 4 bit"
+            groups = _sides(header, f"{name}_scale" if f"{name}_scale" in header else f"{name}_quantizer.scale")
+            is_of_6 = stored == "U8" and 4 * tensor["shape"][-1] == 96 * groups[-1]
+            count, stored = (nbytes * 4 // 3, "quark 6 bit") if is_of_6 else (2 * nbytes, "quark 4 bit")
         elif how is not None and how.method == "fp_quant" and name.endswith(".qweight"):
             count, stored = 2 * nbytes, "fp-quant 4 bit"
         elif how is not None and how.method == "fouroversix" and name.endswith(".quantized_weight_values"):

@@ -3,14 +3,12 @@
 `gemm`: words along the outputs, with zero points. `gemv`: words along the inputs. `gemv_fast`: words of 16 bits in the order of
 a kernel, with what code 0 stands for in place of zero points. `marlin`: words of 16 inputs by 64 outputs as a GPU's tensor
 cores take them, around code 8. Sources: AutoAWQ 0.2.9 (`awq/modules/linear/gemm.py`, `gemv.py`, `gemv_fast.py`, `marlin.py`),
-AutoGPTQ 0.7 (`nn_modules/qlinear/qlinear_marlin.py`), Quark 0.6 to 0.13 (`torch/utils/pack.py`, `torch/export/constants.py`).
+AutoGPTQ 0.7 (`nn_modules/qlinear/qlinear_marlin.py`), Quark 0.6 to 0.13 (`torch/utils/pack.py`).
 
 Legend: n outputs, k inputs, G scales of a row.
 """
 
 from __future__ import annotations
-
-from functools import partial
 
 import torch
 
@@ -18,8 +16,6 @@ from diptych.compute.formats.matrices import CodedMatrix, CodedParts, RawTensors
 from diptych.compute.formats.tensors import (
     CONTRADICTION,
     FLOATS,
-    Made,
-    Overlaid,
     all_bytes,
     require,
     require_groups,
@@ -32,11 +28,6 @@ from diptych.models.quantised.fields import Quantisation
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _AWQ_NAMES, _QUARK_NAMES = ("qweight", "scales", "qzeros"), ("weight", "weight_scale", "weight_zero_point")
 _GPTQ_NAMES = ("B", "s")
-QUANTISERS = {
-    f"weight_quantizer.{level}{one}": f"weight_{one}{'_2' if level == '1.' else ''}"
-    for level in ("", "0.", "1.")
-    for one in ("scale", "zero_point")
-}
 PER_WORD = 8
 MARLIN_ROWS, MARLIN_INPUTS = 64, 16  # that share a tile of `marlin`
 FAST_ROWS, FAST_INPUTS = 4, 64  # that share the words of `gemv_fast`
@@ -58,6 +49,11 @@ def open_awq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisa
     return _gemm(raw, prefix, shape, group, how)
 
 
+def places_in_word(how: Quantisation) -> torch.Tensor:
+    """Which nibble of a word each of its eight codes is."""
+    return torch.arange(PER_WORD) if how.is_ordered else torch.argsort(torch.tensor(AWQ_ORDER))
+
+
 def _gemm(raw: RawTensors, prefix: str, shape: tuple[int, int], group: int, how: Quantisation) -> CodedMatrix:
     """qweight [k, n / 8], qzeros [G, n / 8], scales [G, n]; nibbles of a word in AWQ_ORDER.
 
@@ -72,7 +68,7 @@ def _gemm(raw: RawTensors, prefix: str, shape: tuple[int, int], group: int, how:
     has_zeros = how.has_zeros or raw.holds(zeros)
     if has_zeros:
         require(raw, zeros, (groups, n // PER_WORD), "I32")
-    order = torch.arange(8) if how.is_ordered else torch.argsort(torch.tensor(AWQ_ORDER))
+    order = places_in_word(how)
     middle = 8 if how.is_signed else 0  # both codes and zero points have two's complement
 
     def unpacked(name: str) -> torch.Tensor:
@@ -167,17 +163,3 @@ def _zero_words(k: int, group: int) -> int:
     """Words of zero points in a row: of groups below 128 so many more that they end with 1024 inputs."""
     multiple = {64: 2, 32: 4}.get(group, 1)
     return multiple * -(-(k // group) // (PER_WORD * multiple))
-
-
-def with_quantisers(raw: RawTensors, prefix: str) -> RawTensors:
-    """Quark's tensors by the names of `weight_scale` where they have those of the modules that made them.
-
-    As its versions 0.11 and later write them for some models: `weight_quantizer.scale`, and of two types
-    `weight_quantizer.0.scale` and `.1.scale`. Source: amd-quark 0.13, `torch/export/constants.py`.
-    """
-    made: dict[str, Made | None] = {}
-    for theirs, ours in QUANTISERS.items():
-        name = f"{prefix}.{theirs}"
-        if raw.holds(name) and not raw.holds(f"{prefix}.{ours}"):
-            made |= {f"{prefix}.{ours}": Made(*raw.header(name), partial(raw.stored, name)), name: None}
-    return Overlaid(raw, made) if made else raw

@@ -17,10 +17,11 @@ from collections.abc import Callable
 import torch
 
 from diptych.compute.formats import ternary
-from diptych.compute.formats.awq import open_awq, with_quantisers
+from diptych.compute.formats.awq import open_awq
 from diptych.compute.formats.bitsandbytes import open_bitsandbytes
 from diptych.compute.formats.books import open_books
 from diptych.compute.formats.four_over_six import open_four_over_six
+from diptych.compute.formats.fp6 import open_fp6
 from diptych.compute.formats.fp_quant import open_fp_quant
 from diptych.compute.formats.hqq import open_hqq
 from diptych.compute.formats.matrices import (
@@ -32,6 +33,7 @@ from diptych.compute.formats.matrices import (
     ScaledMatrix,
 )
 from diptych.compute.formats.quanto import open_quanto
+from diptych.compute.formats.quark import open_words, with_quantisers
 from diptych.compute.formats.sinq import open_sinq
 from diptych.compute.formats.sparse import SparseFloats, open_marlin, with_zeros
 from diptych.compute.formats.stacks import Fp8Entry
@@ -52,9 +54,6 @@ from diptych.models.quantised.fields import Quantisation
 from diptych.models.quantised.method import BESIDE_STACKS, METAL, MLX
 
 MLX_BITS = (2, 3, 4, 5, 6, 8)
-# E2M3 in eighths: 0 to 7, then 8 to 15 times 1, 2 and 4, and the same below 0
-_EIGHTHS = [*range(8), *((8 + m) << e for e in range(3) for m in range(8))]
-FP6_EIGHTHS = torch.tensor([*_EIGHTHS, *(-one for one in _EIGHTHS)], dtype=torch.int16)
 
 
 def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> Matrix | None:
@@ -101,10 +100,12 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
         return _mlx(raw, prefix, shape, offsets) if raw.holds(f"{prefix}.scales") else None
     if how.method == "quark":
         raw = with_quantisers(raw, prefix)
+    if how.method == "quark" and dtype == "U8" and raw.header(weight)[0] == (shape[0], 3 * shape[1] // 4):
+        return open_fp6(raw, prefix, shape, weight, is_e3m2=how.layout == "fp6_e3m2")
     if how.method in ("modelopt", "quark") and dtype == "U8":
         return _fp4(raw, prefix, shape, how)
     if how.method == "quark" and dtype == "I32":
-        return open_awq(raw, prefix, shape, how)
+        return open_words(raw, prefix, shape, how)
     if dtype == "F8_E4M3":
         return _fp8(raw, weight, shape, how)
     if how.method == "fp8" and dtype == "I8":
@@ -227,7 +228,9 @@ def _words(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisati
     found, dtype = raw.header(f"{prefix}.weight_packed")
     if dtype != "U8":
         return _packed(raw, prefix, shape, how)
-    return _fp6(raw, prefix, shape) if found == (shape[0], 3 * shape[1] // 4) else _fp4(raw, prefix, shape, how)
+    if found == (shape[0], 3 * shape[1] // 4):
+        return open_fp6(raw, prefix, shape, f"{prefix}.weight_packed")
+    return _fp4(raw, prefix, shape, how)
 
 
 def _packed(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> CodedMatrix:
@@ -281,7 +284,8 @@ def _int8(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisatio
     def codes() -> torch.Tensor:
         return raw.stored(f"{prefix}.weight").view(torch.uint8) ^ 128
 
-    return CodedMatrix(prefix, shape, 8, "int-quantized-8", codes, parts, all_bytes(raw, prefix), meets_int8_rows=True)
+    meets = how.meets_int8_rows or how.method != "quark"
+    return CodedMatrix(prefix, shape, 8, "int-quantized-8", codes, parts, all_bytes(raw, prefix), meets_int8_rows=meets)
 
 
 def _fp4(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> Fp4Matrix:
@@ -310,34 +314,6 @@ def _fp4(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation
     divides = how.method not in ("modelopt", "quark")
     nbytes = all_bytes(raw, prefix)
     return Fp4Matrix(prefix, raw, codes, scale, whole, divides=divides, stored_bytes=nbytes, group=group)
-
-
-def _fp6(raw: RawTensors, prefix: str, shape: tuple[int, int]) -> CodedMatrix:
-    """MXFP6: weight_packed u8 [n, 3 k / 4], E2M3, four in three bytes, and weight_scale u8 [n, k / 32], exponents.
-
-    Eighths up to 7.5 are whole numbers of 7 bits, which the kernels hold as those of 8.
-    """
-    n, k = shape
-    codes_name, scale = f"{prefix}.weight_packed", f"{prefix}.weight_scale"
-    require_groups(prefix, k, 32)
-    require(raw, codes_name, (n, 3 * k // 4), "U8")
-    require(raw, scale, (n, k // 32), "U8", "F8_E8M0")
-
-    def codes() -> torch.Tensor:
-        b = raw.stored(codes_name).view(n, k // 4, 3)
-        first, second, third = b.unbind(-1)
-        four = (first & 63, first >> 6 | (second & 15) << 2, second >> 4 | (third & 3) << 4, third >> 2)
-        return (FP6_EIGHTHS[torch.stack(four, -1).flatten(1).long()] + 128).to(torch.uint8)
-
-    def parts() -> CodedParts:
-        exponents = raw.stored(scale).view(torch.uint8)
-        if bool((exponents == 255).any()):
-            raise LoadError(
-                f"{scale} has a scale that is no number", hint="the checkpoint is damaged; download it again"
-            )
-        return CodedParts(scales=torch.exp2(exponents.float() - 130).bfloat16(), zeros=None, group=32)
-
-    return CodedMatrix(prefix, shape, 8, "mxfp6", codes, parts, all_bytes(raw, prefix))
 
 
 def _torchao(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisation) -> Matrix:

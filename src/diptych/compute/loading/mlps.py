@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from diptych.compute.loading.balance import balance_curve, balance_gated
+from diptych.compute.loading.heads import reordered
 from diptych.compute.loading.layer_tensors import LayerTensors
 from diptych.compute.loading.views import (
     MXFP4_BLOCK,
@@ -205,11 +206,17 @@ class MlpsLoader(LayerTensors[Table, Vector, Linear, Heads, Experts]):
                 for e in range(n)
             )
         *gate_up_names, down_name = self.names.expert
+        joined = stacked[0].rpartition(".")[2]  # of one expert, as Quark takes gpt-oss's apart
+        is_joined = len(stacked) == 2 and self.source.has(f"{root}experts.0.{joined}.weight")
+        names = (joined,) if is_joined else tuple(gate_up_names)
+
+        def gate_up(own: str) -> LinearParts:
+            parts = self.linear(own, names, widths, hidden, has_bias=moe.has_expert_bias)
+            return reordered(parts, halves_order(2 * ffn, 2 * ffn)) if is_joined and self.names.takes_turns else parts
+
         return tuple(
             ExpertParts(
-                gate_up=self.linear(
-                    f"{root}experts.{e}.", tuple(gate_up_names), widths, hidden, has_bias=moe.has_expert_bias
-                ),
+                gate_up=gate_up(f"{root}experts.{e}."),
                 down=self.linear(f"{root}experts.{e}.", (down_name,), (hidden,), ffn, has_bias=moe.has_expert_bias),
             )
             for e in range(n)

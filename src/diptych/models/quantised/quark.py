@@ -1,4 +1,4 @@
-"""AMD Quark's `quantization_config`: fp8, whole numbers of 4 and 8 bits, MXFP4, NVFP4.
+"""AMD Quark's `quantization_config`: fp8, whole numbers of 4 and 8 bits, MXFP4, MXFP6, MXFP8, NVFP4.
 
 Sources: amd-quark 0.13, with 0.6 to 0.9 beside it (`torch/quantization/config`, `torch/export/nn/modules/realquantizer.py`,
 `torch/utils/pack.py`).
@@ -12,9 +12,15 @@ from diptych.ground.formats import KEPT_MXFP4, KEPT_NVFP4, KeptFormat
 from diptych.models.config import HfConfig
 from diptych.models.quantised.fields import Quantisation, block_of, kept_fp8, kept_groups, one_of, refuse
 
-TYPES = ("fp8_e4m3", "fp4", "int4", "uint4", "int8")
+SIXES = ("fp6_e2m3", "fp6_e3m2")
+TYPES = ("fp8_e4m3", "fp4", "int4", "uint4", "int8", *SIXES)
+WORDS = ("int4", "uint4")
 ROWS = ("per_tensor", "per_channel")
 NVFP4 = "nvfp4"  # which it writes as two types, fp4 and one of its scales
+MXFP8 = "mxfp8"  # fp8_e4m3 in groups of 32
+ALONE = "int8 alone"  # whole numbers that meet activations of 16 bits
+# bits of activations beside them, where not 8
+FEW = {"fp8_e4m3": 16, MXFP8: 16, ALONE: 15, "fp6_e2m3": 15, "fp6_e3m2": 16}
 # type, inputs that share a scale, rows and inputs that do
 Weight = tuple[str, int | None, tuple[int, int] | None]
 
@@ -31,9 +37,11 @@ def read_quark(section: HfConfig) -> Quantisation:
     kinds = dict.fromkeys(_weights(section))
     if not kinds:
         refuse(section, "global_quant_config", "it must say how weights are quantised")
-    words = [(kind, group) for kind, group, _ in kinds if kind in ("int4", "uint4")]
-    if len(words) > 1:
-        refuse(section, "layer_quant_config", "one kind of whole numbers of 4 bits can be read")
+    words = [(kind, group) for kind, group, _ in kinds if kind in WORDS]
+    sixes = [kind for kind, _, _ in kinds if kind in SIXES]
+    if len(words) > 1 or len(sixes) > 1:
+        what = "whole numbers of 4 bits" if len(words) > 1 else "floats of 6 bits"
+        refuse(section, "layer_quant_config", f"one kind of {what} can be read")
     kind, group, _ = next(iter(kinds))
     blocks = list(dict.fromkeys(block for _, _, block in kinds if block is not None))
     if len(blocks) > 1:
@@ -42,18 +50,24 @@ def read_quark(section: HfConfig) -> Quantisation:
         "fp8_e4m3": kept_fp8(blocks[0] if blocks else None),
         "fp4": KEPT_MXFP4,
         NVFP4: KEPT_NVFP4,
+        MXFP8: None,
         "int8": KeptFormat(kind="int8"),
+        ALONE: kept_groups(8, None, "bf16", is_symmetric=True),
+        "fp6_e2m3": kept_groups(8, 32, "bf16", is_symmetric=True),
+        "fp6_e3m2": None,
     }
+    bits = {"fp8_e4m3": 8, MXFP8: 8, "int8": 8, ALONE: 8, **dict.fromkeys(SIXES, 6)}.get(kind, 4)
     return Quantisation(
         method="quark",
-        bits=8 if kind in ("fp8_e4m3", "int8") else 4,
+        bits=bits,
         group=words[0][1] if words else group,
         block=blocks[0] if blocks else None,
+        layout=sixes[0] if sixes else "gemm",
         is_ordered=is_ordered,
+        meets_int8_rows=not any(one == ALONE for one, _, _ in kinds),
         is_signed=bool(words) and words[0][0] == "int4",
         kept=kept[kind] if kind in kept else kept_groups(4, group, "bf16", is_symmetric=kind == "int4"),
-        note="scales of activations and of a cache in the file are not used: activations have "
-        f"{16 if kind == 'fp8_e4m3' else 8} bits",
+        note=f"scales of activations and of a cache in the file are not used: activations have {FEW.get(kind, 8)} bits",
     )
 
 
@@ -74,9 +88,7 @@ def _weights(section: HfConfig) -> Iterator[Weight]:
         if not isinstance(spec, Mapping):
             refuse(scheme, "weight", "it must be an object")
         kind, group, block = _weight(scheme.section("weight"))
-        if kind == "int8" and scheme.raw.get("input_tensors") is None:
-            refuse(scheme, "input_tensors", "whole numbers of 8 bits can be read beside activations of 8 bits")
-        yield kind, group, block
+        yield ALONE if kind == "int8" and scheme.raw.get("input_tensors") is None else kind, group, block
 
 
 def _two_types(scheme: HfConfig, spec: list[object]) -> Weight:
@@ -99,7 +111,8 @@ def _two_types(scheme: HfConfig, spec: list[object]) -> Weight:
 def _weight(spec: HfConfig) -> Weight:
     kind = one_of(spec, "dtype", TYPES, None)
     one_of(spec, "is_dynamic", (False, None), None)
-    if kind in ("fp4", "int4", "uint4"):
+    is_mx = kind in ("fp4", *SIXES) or (kind == "fp8_e4m3" and spec.raw.get("qscheme") == "per_group")
+    if is_mx or (kind in WORDS and spec.raw.get("qscheme") != "per_channel"):
         one_of(spec, "qscheme", ("per_group",), None)
         one_of(spec, "ch_axis", (-1, 1), -1)
         one_of(spec, "zero_point_type", ("int32", None), None)
@@ -111,11 +124,13 @@ def _weight(spec: HfConfig) -> Weight:
     else:
         one_of(spec, "qscheme", ROWS, None)
         one_of(spec, "ch_axis", (0, None), None)
-    if kind == "fp4":
+        one_of(spec, "zero_point_type", ("int32", None), None)
+        return kind, None, None
+    if is_mx:
         one_of(spec, "scale_format", ("e8m0",), None)
         one_of(spec, "group_size", (32,), None)
-        return kind, 32, None
-    return kind, spec.integer("group_size") if kind in ("int4", "uint4") else None, None
+        return MXFP8 if kind == "fp8_e4m3" else kind, 32, None
+    return kind, spec.integer("group_size"), None
 
 
 def _refuse_rotations(section: HfConfig) -> None:
