@@ -212,7 +212,11 @@ def compressed(form: str, inputs: dict[str, Any] | None = None, **weights: Any) 
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.lifecycle.forward import dequantize
-    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+    from compressed_tensors.quantization.utils import (
+        calculate_qparams,
+        generate_gparam,
+        maybe_pad_tensor_for_block_quant,
+    )
 
     args = QuantizationArgs(**weights)
     activations = None if inputs is None else QuantizationArgs(**inputs)
@@ -237,7 +241,8 @@ def compressed(form: str, inputs: dict[str, Any] | None = None, **weights: Any) 
             return write_nvfp4(w)
         if args.strategy == "block":
             rows, columns = args.block_structure
-            blocks = w.view(n // rows, rows, k // columns, columns).transpose(1, 2)
+            padded = maybe_pad_tensor_for_block_quant(w, (rows, columns))
+            blocks = padded.view(-(-n // rows), rows, -1, columns).transpose(1, 2)
             low, high = blocks.amin((-2, -1)), blocks.amax((-2, -1))
         else:
             group = args.group_size if args.strategy == "group" else k

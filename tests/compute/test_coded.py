@@ -102,6 +102,12 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
         ),
         None,
     ),
+    "fp8 rows and blocks that do not divide": (
+        lambda: compressed(
+            "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[40, 28], dynamic=False
+        ),
+        None,
+    ),
     "w4a4 nvfp4": (
         lambda: compressed(
             "nvfp4-pack-quantized",
