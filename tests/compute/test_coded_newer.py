@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from checkpoints import make_checkpoint
 from coded_files import (
@@ -236,6 +236,40 @@ def test_damaged_codes_are_refused(layout: str, change: Any, message: str, origi
     damaged(coded, change)
     with pytest.raises(LoadError, match=message):
         logits_of(coded, backend="torch", weights="fp32")
+
+
+def test_mxfp8_stands_beside_blocks_of_fp8(original: Path, tmp_path: Path) -> None:
+    """Whichever group comes last: the size of the blocks was taken to be that of MXFP8's, and the file refused as another's."""
+    pytest.importorskip("compressed_tensors")
+    floats = {"num_bits": 8, "type": "float"}
+    blocks = compressed("float-quantized", **floats, strategy="block", block_structure=[16, 32], dynamic=False)
+    mx = compressed("mxfp8-quantized", **floats, strategy="group", group_size=32, scale_dtype=torch.uint8)
+    (coded, plain), (others, values) = (
+        quantised_checkpoints(original, tmp_path / name, one) for name, one in (("blocks", blocks), ("mx", mx))
+    )
+    config = read_json(coded / "config.json")
+    section = read_json(others / "config.json")["quantization_config"]
+    config["quantization_config"] |= {"format": "mixed-precision"}
+    config["quantization_config"]["config_groups"]["mx"] = section["config_groups"]["group_0"]
+    expected = load_file(plain / "model.safetensors")
+    tensors = {name: one for name, one in load_file(coded / "model.safetensors").items() if ".up_proj." not in name}
+    tensors |= {name: one for name, one in load_file(others / "model.safetensors").items() if ".up_proj." in name}
+    expected |= {name: one for name, one in load_file(values / "model.safetensors").items() if ".up_proj." in name}
+    save_file(tensors, coded / "model.safetensors", metadata={"format": "pt"})
+    groups = config["quantization_config"]["config_groups"]
+    for order in (groups, dict(reversed(groups.items()))):
+        config["quantization_config"]["config_groups"] = order
+        (coded / "config.json").write_text(json.dumps(config))
+        checkpoint = opened(coded)
+        for name, one in expected.items():
+            assert torch.equal(checkpoint.tensor(name, *one.shape).read().float(), one.float()), name
+    own = {**groups["group_0"], "weights": {**groups["group_0"]["weights"], "block_structure": [32, 32]}}
+    config["quantization_config"]["config_groups"] = {**groups, "other": own}
+    (coded / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        LoadError, match=r"block_structure .* is \[32, 32\]; blocks of one size .* others are \[16, 32\]"
+    ):
+        opened(coded)
 
 
 def with_config(folder: Path, **fields: Any) -> Path:

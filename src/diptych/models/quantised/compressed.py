@@ -103,11 +103,14 @@ def _read_group(name: str, scheme: HfConfig, found: _Found, scale: str) -> None:
         found.kept = kept_groups(width, group, scale, is_symmetric=is_symmetric)
         if width == 8 and group is None and inputs.raw and is_symmetric:
             found.kept = KeptFormat(kind="int8")
-    found.block = block_of(weights, "block_structure") or found.block
-    if kind == "float" and strategy == "group":
-        found.block = (1, weights.integer("group_size"))
     if kind == "float":
-        found.kept = kept_fp8(found.block)
+        block = block_of(weights, "block_structure")
+        of_inputs = (1, weights.integer("group_size")) if strategy == "group" else None
+        if block is not None and found.block not in (None, block) and found.block[0] > 1:
+            refuse(weights, "block_structure", f"blocks of one size can be read, and others are {list(found.block)}")
+        # MXFP8 is known by its scales, and may stand beside blocks
+        found.block = block or found.block or of_inputs
+        found.kept = kept_fp8(block or of_inputs)
     if inputs.raw and not inputs.raw.get("dynamic", False):
         found.notes.append("scales of activations in the file are not used: they are found for each row")
 
