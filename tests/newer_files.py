@@ -435,6 +435,20 @@ def torchao_int4(form: str, group: int = 32, *, symmetric: bool = False) -> Layo
     return Layout({"quant_method": "torchao", "quant_type": {"default": kind}}, write)
 
 
+def torchao_int8_whole() -> Layout:
+    """int8 with one scale for a matrix (`PerTensor`)."""
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        scale = (w.abs().amax() / 127.5).view(1, 1)
+        codes = (w / scale).round().clamp(-128, 127)
+        parts = {"_weight_qdata": codes.to(torch.int8), "_weight_scale": scale}
+        return parts | {"_weight_zero_point": torch.zeros(1, 1, dtype=torch.int8)}, codes * scale
+
+    data = {"granularity": {"_type": "PerTensor", "_version": 1, "_data": {}}, "set_inductor_config": True}
+    kind = {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": data}
+    return Layout({"quant_method": "torchao", "quant_type": {"default": kind}}, write)
+
+
 def scaled_inputs(inner: Layout) -> Layout:
     """torchao's AWQ around it: rows of inputs times numbers of their own meet the codes."""
 

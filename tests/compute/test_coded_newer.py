@@ -53,6 +53,7 @@ from newer_files import (
     sinq,
     sparse,
     torchao_int4,
+    torchao_int8_whole,
 )
 
 ROWS = {"num_bits": 8, "strategy": "channel"}
@@ -112,6 +113,7 @@ LAYOUTS: dict[str, tuple[Any, str | None]] = {
     "metal 2": (lambda: metal(2), "group2-g32-f32-minima"),
     "metal 4": (lambda: metal(4), "group4-g32-f32-minima"),
     "metal 8": (lambda: metal(8), "group8-g32-f32-minima-wide"),
+    "torchao int8 whole": (torchao_int8_whole, "group8-g128-f32-wide"),
     "torchao int4": (lambda: torchao_int4("PLAIN"), "group4-g32-bf16-minima"),
     "torchao int4 symmetric": (lambda: torchao_int4("PLAIN", 64, symmetric=True), "group4-g64-bf16"),
     "torchao int4 scaled": (lambda: scaled_inputs(torchao_int4("PLAIN")), None),

@@ -1,9 +1,10 @@
 """torchao's whole numbers: codes in bytes, also those of fewer bits, with a scale and a zero point of each group.
 
-`_weight_qdata` int8 [n, k], `_weight_scale` and `_weight_zero_point` [n, G]. Packed int4 has scales and zero points [G, n], the
-latter in units of values, and two codes to a byte, [n, k / 2], or the tiles of a kernel, padded: int32 [n / 8, k / 128, 32, 4]
-and `_weight_scale_and_zero` [G, n, 2]. Sources: torchao 0.18 (`quantization/quantize_/workflows`; `prototype/safetensors`),
-FBGEMM (`experimental/gemm/quantize.py`), PyTorch (`aten/src/ATen/native/cuda/int4mm.cu`: `matrix_to_m16n8k16_Bint4_layout`).
+`_weight_qdata` int8 [n, k], `_weight_scale` and `_weight_zero_point` [n, G], or [1, 1]. Packed int4 has scales and zero points
+[G, n], the latter in units of values, and two codes to a byte, [n, k / 2], or the tiles of a kernel, padded: int32
+[n / 8, k / 128, 32, 4] and `_weight_scale_and_zero` [G, n, 2]. Sources: torchao 0.18 (`quantization/quantize_/workflows`;
+`prototype/safetensors`), FBGEMM (`experimental/gemm/quantize.py`), PyTorch (`aten/src/ATen/native/cuda/int4mm.cu`:
+`matrix_to_m16n8k16_Bint4_layout`).
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ def _bytes(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisati
     groups = raw.header(scale)[0][-1] if raw.holds(scale) and len(raw.header(scale)[0]) == 2 else 1
     if groups < 1 or k % groups:
         raise LoadError(f"tensor {scale} has {groups} scales a row, which {k} inputs are not", hint=HINT)
-    _require(raw, scale, (n, groups), *FLOATS)
+    rows = 1 if groups == 1 and raw.holds(scale) and raw.header(scale)[0] == (1, 1) else n  # one of all
+    _require(raw, scale, (rows, groups), *FLOATS)
     if raw.holds(zero):
-        _require(raw, zero, (n, groups), "I8", "I32")
+        _require(raw, zero, (rows, groups), "I8", "I32")
     middle = 1 << bits - 1
 
     def codes() -> torch.Tensor:
@@ -84,7 +86,8 @@ def _bytes(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisati
                 f"go from {-middle} to {middle - 1}",
                 hint=HINT,
             )
-        return CodedParts(scales=raw.stored(scale).contiguous(), zeros=zeros, group=k // groups)
+        scales = raw.stored(scale).expand(n, groups).contiguous()
+        return CodedParts(scales=scales, zeros=None if zeros is None else zeros.expand(n, groups), group=k // groups)
 
     label = f"torchao-int{bits}"
     return CodedMatrix(prefix, shape, bits, label, codes, parts, stored_bytes, meets_int8_rows=how.meets_int8_rows)
