@@ -242,7 +242,9 @@ def _hqq_values(how: Quantisation, name: str, header: Mapping[str, Any], path: P
     return math.prod(sides) if sides else int(math.prod(groups)) * how.group_of(tag_of(module))
 
 
-CODED_ENDINGS = (".compressed", ".codes", ".indices", "._weight_qdata", ".weight._data._data", ".weight_packed", ".W_q")
+CODED_ENDINGS = (
+    ".compressed", ".codes", ".indices", "._weight_qdata", ".weight._data._data", ".weight_packed", ".W_q", ".trellis",
+)  # fmt: skip
 
 
 def _coded(how: Quantisation, name: str, header: Mapping[str, Any]) -> tuple[int, str] | None:
@@ -255,6 +257,8 @@ def _coded(how: Quantisation, name: str, header: Mapping[str, Any]) -> tuple[int
     if ending == "codes":
         books = _sides(header, f"{module}.codebooks")
         return count // max(1, own[-1]) * math.prod(books[2:]), "aqlm"
+    if ending == "trellis":
+        return 256 * math.prod(own[:-1]), f"exl3 {own[-1] // 16} bit"
     if ending == "indices":
         vectors = how.vectors_of(module)
         return None if vectors is None else (math.prod(vectors.sides), "vptq")

@@ -20,6 +20,7 @@ from diptych.compute.formats import ternary
 from diptych.compute.formats.awq import open_awq
 from diptych.compute.formats.bitsandbytes import open_bitsandbytes
 from diptych.compute.formats.books import open_books
+from diptych.compute.formats.exl3 import open_exl3
 from diptych.compute.formats.four_over_six import open_four_over_six
 from diptych.compute.formats.fp6 import open_fp6
 from diptych.compute.formats.fp_quant import open_fp_quant
@@ -81,6 +82,8 @@ def open_matrix(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quant
         return open_four_over_six(raw, prefix, shape, how)
     if how.method == "fp_quant":
         return open_fp_quant(raw, prefix, shape, how)
+    if how.method == "exl3":
+        return open_exl3(raw, prefix, shape)
     if how.method == "vptq":
         return open_vectors(raw, prefix, shape, how)
     if how.method == "quanto":

@@ -56,6 +56,7 @@ MODELOPT: dict[str, KeptFormat | None] = {  # by quant_algo
 CODES = (
     "qweight", "weight_packed", "embedding_quantized", "W_q", "_weight_qdata", "compressed", "codes", "weight._data",
     "weight._data._data", "indices", "dqweight", "quantized_weight_values", "B",
+    "trellis",
 )  # fmt: skip
 BESIDE_CODES = (
     "qzeros", "scales", "s", "g_idx", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_scale_inv",
@@ -68,7 +69,7 @@ BESIDE_CODES = (
     "scale_packed", "meta", "codebooks", "centroids.weight", "res_centroids.weight",
     "outlier_centroids.weight", "outlier_indices", "perm", "weight_bias", "quantized_weight_scale_factors",
     "quantized_weight_amax", "quantized_weight_metadata",
-    "act_global_scale", "weight_zero_point_2", "input_scale_2",
+    "suh", "svh", "mcg", "mul1", "act_global_scale", "weight_zero_point_2", "input_scale_2",
     *(f"{part}_quantizer.{one}" for part in ("weight", "input", "output") for one in QUARK_PARTS),
     "forward_hadamard_matrix", "backward_hadamard_matrix", "weight._scale", "weight._shift", "qbiases",
     *(f"meta.{one}" for one in ("scale2", "awq_scale")),
@@ -238,6 +239,12 @@ def _sinq(section: HfConfig) -> Quantisation:
     return Quantisation(method="sinq", bits=bits, note="values are made in fp32, not in its 16 bits")
 
 
+def _exl3(section: HfConfig) -> Quantisation:
+    """Of ExLlamaV3; each matrix says itself how many bits it has, and by which rule values are made of them."""
+    del section
+    return Quantisation(method="exl3", note="values are made in fp32, and rotations multiplied in")
+
+
 def _gptq(section: HfConfig) -> Quantisation:
     bits = one_of(section, "bits", (2, 3, 4, 8), None)
     one_of(section, "pack_dtype", ("int32",), "int32")
@@ -388,5 +395,5 @@ READERS = {
     "mxfp8": _mxfp8, "fbgemm_fp8": _fbgemm_fp8, "bitsandbytes": _bitsandbytes, "modelopt": _modelopt, "bitnet": _bitnet,
     "quark": read_quark, "gemma": read_gemma, "hqq": read_hqq, "torchao": read_torchao,
     "aqlm": _aqlm, "sinq": _sinq, "fp_quant": _fp_quant, "fouroversix": _four_over_six,
-    "quanto": read_quanto, "vptq": read_vptq, METAL: _metal,
+    "quanto": read_quanto, "vptq": read_vptq, "exl3": _exl3, METAL: _metal,
 }  # fmt: skip
