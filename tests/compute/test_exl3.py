@@ -120,6 +120,32 @@ def test_a_head_of_its_own_bits_is_read_beside_the_embedding(original: Path, tmp
     torch.testing.assert_close(logits_of(coded, backend="torch", weights="fp32"), wanted, rtol=0, atol=1e-4)
 
 
+def test_projections_that_its_program_takes_apart_are_read(tmp_path: Path) -> None:
+    """Phi-3's q, k and v lie in one matrix, and gate and up in one; in its files each is one of its own."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 16}
+    original = make_checkpoint("phi3", tmp_path / "original", dtype=torch.bfloat16, **sizes)
+    tensors = load_file(original / "model.safetensors")
+    config = read_json(original / "config.json")
+    n_kv = config["num_key_value_heads"] * 16
+    layer, apart = "model.layers.0.", dict(tensors)
+    q, k, v = apart.pop(f"{layer}self_attn.qkv_proj.weight").split([config["num_attention_heads"] * 16, n_kv, n_kv])
+    gate, up = apart.pop(f"{layer}mlp.gate_up_proj.weight").split(96)
+    apart |= {f"{layer}self_attn.{name}_proj.weight": one.clone() for name, one in (("q", q), ("k", k), ("v", v))}
+    apart |= {f"{layer}mlp.{name}_proj.weight": one.clone() for name, one in (("gate", gate), ("up", up))}
+    save_file(apart, original / "model.safetensors", metadata={"format": "pt"})
+    coded, plain = quantised_checkpoints(original, tmp_path / "made", exl3(4, "mcg"))
+    values = load_file(plain / "model.safetensors")
+    qkv = [values.pop(f"{layer}self_attn.{name}_proj.weight") for name in "qkv"]
+    gate_up = [values.pop(f"{layer}mlp.{name}_proj.weight") for name in ("gate", "up")]
+    stacked = {
+        f"{layer}self_attn.qkv_proj.weight": torch.cat(qkv),
+        f"{layer}mlp.gate_up_proj.weight": torch.cat(gate_up),
+    }
+    save_file(values | stacked, plain / "model.safetensors", metadata={"format": "pt"})
+    wanted = logits_of(plain, backend="torch", weights="fp32")
+    torch.testing.assert_close(logits_of(coded, backend="torch", weights="fp32"), wanted, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -44,6 +44,8 @@ from diptych.models.latent import IndexSpec
 from diptych.models.spec import Norms, QkNorm
 from diptych.models.states import StateRule, StateSpec
 
+APART = ("q_proj", "k_proj", "v_proj")
+
 
 class HeadsLoader(LatentLoader[Table, Vector, Linear, Heads, Experts]):
     """Loads the attention of one layer."""
@@ -129,6 +131,8 @@ class HeadsLoader(LatentLoader[Table, Vector, Linear, Heads, Experts]):
         attention, rows = self.parts.attention, tuple(self._widths.values())
         # stacked projections have one name
         names = self.names.qkv if len(self.names.qkv) == 1 else self.names.qkv[: len(rows)]
+        if names == ("qkv_proj",) and self.are_apart(root, names[0], APART[0]):
+            names = APART[: len(rows)]
         has_bias = attention.has_qkv_bias and not self.names.qkv_biases
         readers: tuple[LinearParts, ...]
         if attention.has_gate and self.names.gate is not None:

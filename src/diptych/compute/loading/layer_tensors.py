@@ -107,14 +107,21 @@ class LayerTensors(Generic[Table, Vector, Linear, Heads, Experts]):
 
     def mlp_names(self, root: str, *, is_gated: bool = True) -> tuple[tuple[str, ...], str]:
         """Of gate and up, and of down; where a converter has taken gate and up apart, or stacked them, as it calls them."""
+        apart = "gate_proj", "up_proj"
         if is_gated and self.source.is_plain and not self.source.has(f"{root}{self.names.down}.weight"):
-            return ("gate_proj", "up_proj"), "down_proj"
+            return apart, "down_proj"
         own, stacked = self.names.gate_up, "gate_up_proj"
         if not is_gated and own[0] in self.names.others:
             own = (self.names.others[own[0]],)
         if is_gated and not self.source.has(f"{root}{own[0]}.weight") and self.source.has(f"{root}{stacked}.weight"):
             own = (stacked,)
+        elif is_gated and own == (stacked,) and self.are_apart(root, stacked, apart[0]):
+            own = apart
         return own, self.names.down
+
+    def are_apart(self, root: str, stacked: str, first: str) -> bool:
+        """Whether a file has not one projection but those that it is made of (ExLlamaV3's of Phi-3)."""
+        return not self.source.has(f"{root}{stacked}.weight") and self.source.has(f"{root}{first}.weight")
 
     def norm_tensor(self, name: str | None, prefix: str | None = None) -> NormParts | None:
         """A norm over the residual width. prefix: where it lies, unless with the layer's attention."""
