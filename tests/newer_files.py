@@ -1,8 +1,8 @@
 """More checkpoints as other programs quantise them, with `coded_files`' machinery: layouts written out place by place, after
-AutoAWQ 0.2.9 (`gemv.py`, `gemv_fast.py`, `marlin.py`), AutoGPTQ 0.7 (`qlinear_marlin.py`), compressed-tensors 0.12 (sparsity),
-aqlm 1.1.7, optimum-quanto 0.2.7, sinq 0.2, torchao 0.18, PyTorch's `int4mm.cu` and amd-quark 0.6 to 0.13. Each was
-compared with what these programs write (of Quark with what its packing reads), once, by hand, but for packed int4, which only
-GPUs write: that goes by their source.
+AutoAWQ 0.2.9 (`gemv.py`, `gemv_fast.py`, `marlin.py`), AutoGPTQ 0.7 (`qlinear_marlin.py`), GPTQModel 7.7 (`gptq_p`),
+compressed-tensors 0.12 (sparsity), aqlm 1.1.7, optimum-quanto 0.2.7, sinq 0.2, torchao 0.18, PyTorch's `int4mm.cu` and
+amd-quark 0.6 to 0.13. Each was compared with what these programs write (of Quark with what its packing reads), once, by hand,
+but for packed int4, which only GPUs write: that goes by their source.
 """
 
 from __future__ import annotations
@@ -94,6 +94,35 @@ def awq_marlin(group: int | None) -> Layout:
 def gptq_marlin(group: int | None, **config: Any) -> Layout:
     """AutoGPTQ's. config: how it says so."""
     return marlin_words(group, ("B", "s"), quant_method="gptq", sym=True, desc_act=False, **config)
+
+
+def gptq_planes(bits: int, *, symmetric: bool) -> Layout:
+    """GPTQModel's `gptq_p` (`utils/planar_packing.py`), code by code; zero points as they are."""
+    planes = {3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}[bits]
+
+    def packed(values: torch.Tensor) -> torch.Tensor:  # [n, k] -> [n, k * bits / 32]
+        words = torch.zeros(len(values), values.shape[1] // 32 * bits, dtype=torch.int64)
+        for at in range(values.shape[1]):
+            first, low = at // 32 * bits, 0
+            for width in planes:
+                word, place = divmod(at % 32 * width, 32)
+                words[:, first + word] |= (values[:, at] >> low & (1 << width) - 1) << place
+                first, low = first + width, low + width
+        return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+    def write(w: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        codes, scales, zeros = rounded(w, bits, 32, symmetric=symmetric)
+        index = torch.arange(w.shape[1]) // 32
+        tensors = {
+            "qweight": packed(codes).T,
+            "qzeros": packed(zeros.T),
+            "scales": scales.T,
+            "g_idx": index.to(torch.int32),
+        }
+        return tensors, valued(codes, scales, zeros, index)
+
+    section = {"quant_method": "gptq", "bits": bits, "group_size": 32, "sym": symmetric, "desc_act": False}
+    return Layout({**section, "checkpoint_format": "gptq_p", "pack_dtype": "int32"}, write)
 
 
 def quark_awq(*, symmetric: bool = False, in_order: bool = False) -> Layout:

@@ -41,10 +41,12 @@ from diptych.compute.formats.stacks import Fp8Entry
 from diptych.compute.formats.tensors import (
     CONTRADICTION,
     FLOATS,
+    PLANES,
     all_bytes,
     nbytes_of,
     require,
     require_groups,
+    unpack_planes,
     unpack_words,
 )
 from diptych.compute.formats.ternary import TernaryMatrix
@@ -131,7 +133,8 @@ def _gptq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisatio
     )
     scheme = how.scheme_of(prefix, words, groups, k)
     bits, group = scheme.bits, k if scheme.group is None else scheme.group
-    groups, run = -(-k // group), 32 // math.gcd(32, bits)
+    has_planes = how.layout == "planes"
+    groups, run = -(-k // group), 32 if has_planes and len(PLANES[bits]) > 1 else 32 // math.gcd(32, bits)
     if n % run or k % run:
         raise LoadError(
             f"{prefix} is {n} by {k}; whole words of 32 bits hold {run} codes, which must divide both",
@@ -146,10 +149,13 @@ def _gptq(raw: RawTensors, prefix: str, shape: tuple[int, int], how: Quantisatio
     added = (1 << held - 1) - (1 << bits - 1)
 
     def codes() -> torch.Tensor:
-        return unpack_words(raw.stored(qweight).T, bits).flatten(1) + added
+        words = raw.stored(qweight).T
+        return (unpack_planes(words, bits) if has_planes else unpack_words(words, bits).flatten(1)) + added
 
     def parts() -> CodedParts:
-        zeros = _zero_points(raw.stored(f"{prefix}.qzeros"), bits, how.zero_added).T.to(torch.int32) + added
+        stored = raw.stored(f"{prefix}.qzeros")
+        points = unpack_planes(stored, bits) if has_planes else _zero_points(stored, bits, how.zero_added)
+        zeros = points.T.to(torch.int32) + added
         index = _index(raw, f"{prefix}.g_idx", group, groups)
         return CodedParts(scales=raw.stored(scales).T.contiguous(), zeros=zeros.contiguous(), group=group, index=index)
 

@@ -15,6 +15,7 @@ from diptych.models.quantised.method import BESIDE_CODES, BESIDE_HQQ, CODES
 
 FLOATS = ("F16", "BF16", "F32")
 CONTRADICTION = "config.json contradicts the weights; they must come from the same model"
+PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}  # bits of each, by those of a code
 _ITEM_BITS = {"I32": 32, "U32": 32, "F32": 32, "I64": 64, "F16": 16, "BF16": 16, "I16": 16}  # else 8
 
 
@@ -84,6 +85,19 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 8:
         return stored
     return torch.stack([stored >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], -1).flatten(-2)
+
+
+def unpack_planes(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 [a, b] -> uint8 [a, b / bits * 32]: of 32 codes first words with their lowest 4 (or 8, or 2) bits each, behind them
+    those with 2 more, and with 1 more, as far as they have them (GPTQModel's `gptq_p`).
+    """
+    runs, at, found = words.unflatten(1, (-1, bits)), 0, 0
+    codes = torch.zeros(*runs.shape[:2], 32, dtype=torch.uint8)
+    for width in PLANES[bits]:
+        plane = unpack_words(runs[..., at : at + width].flatten(1), width)
+        codes |= plane.reshape(codes.shape) << found
+        at, found = at + width, found + width
+    return codes.flatten(1)
 
 
 @dataclass(frozen=True, slots=True)

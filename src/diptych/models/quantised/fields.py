@@ -75,8 +75,8 @@ class Quantisation:
     groups: of compressed-tensors, how many inputs may share a scale where a row has several. block: rows and inputs that share
     one (fp8), None without. has_zeros: each matrix has zero points beside it; has_order: it says in which group each input is.
     zero_added: to every zero point as it is stored (gptq's first layout: 1). divides: what the scale of a matrix does (bitnet).
-    layout: which of AWQ's ('gemm', 'gemv', 'gemv_fast', 'marlin'), of which gptq has the last, too; of quark, which floats of 6
-    bits.
+    layout: which of AWQ's ('gemm', 'gemv', 'gemv_fast', 'marlin'), of which gptq has the last, too, or 'planes'; of quark,
+    which floats of 6 bits.
     is_ordered: codes of a word lie in their order, not in AutoAWQ's; is_signed: they are signed (quark, awq).
     meets_int8_rows: codes of 8 bits meet activations of 8, as their publisher runs them (torchao, quark).
     is_online: floats of layers are rounded at load, as the model does it whenever it runs (bitnet), but for those of `plain`.

@@ -246,9 +246,10 @@ def _exl3(section: HfConfig) -> Quantisation:
 
 
 def _gptq(section: HfConfig) -> Quantisation:
-    bits = one_of(section, "bits", (2, 3, 4, 8), None)
+    layout = one_of(section, "checkpoint_format", ("gptq", "gptq_v2", "gptq_p", "marlin"), "gptq")
+    widths = (2, 3, 4, 5, 6, 7, 8) if layout == "gptq_p" else (2, 3, 4, 8)
+    bits = one_of(section, "bits", widths, None)
     one_of(section, "pack_dtype", ("int32",), "int32")
-    layout = one_of(section, "checkpoint_format", ("gptq", "gptq_v2", "marlin"), "gptq")
     group = group_size(section, "group_size")
     # as AutoGPTQ said it before it named formats
     if one_of(section, "is_marlin_format", (True, False, None), False) or layout == "marlin":
@@ -257,11 +258,12 @@ def _gptq(section: HfConfig) -> Quantisation:
         method="gptq",
         bits=bits,
         group=group,
-        own_schemes=dict(_dynamic(section, bits, group)),
+        own_schemes=dict(_dynamic(section, bits, group, widths)),
+        layout="planes" if layout == "gptq_p" else "gemm",
         has_zeros=True,
         has_order=section.flag("desc_act", False) and group is not None,
         zero_added=1 if layout == "gptq" else 0,
-        kept=kept_groups(bits, group, "f16", is_symmetric=section.flag("sym", True)),
+        kept=kept_groups(8 if bits == 7 else bits, group, "f16", is_symmetric=section.flag("sym", True)),
     )
 
 
@@ -275,7 +277,7 @@ def _marlin(section: HfConfig, group: int | None) -> Quantisation:
     return Quantisation(method="gptq", bits=4, group=group, layout="marlin", kept=kept)
 
 
-def _dynamic(section: HfConfig, bits: int, group: int | None) -> Iterator[tuple[str, Scheme]]:
+def _dynamic(section: HfConfig, bits: int, group: int | None, widths: tuple[int, ...]) -> Iterator[tuple[str, Scheme]]:
     """GPTQModel's mixtures, by pattern of a name. Those behind "-:" are floats, which the files show."""
     usual = {"bits": bits, "group_size": -1 if group is None else group}
     for pattern, own in section.section("dynamic").raw.items():
@@ -284,7 +286,7 @@ def _dynamic(section: HfConfig, bits: int, group: int | None) -> Iterator[tuple[
         if not isinstance(own, Mapping):
             raise LoadError(f"dynamic of {section.path} has a {type(own).__name__} for {pattern}; it must be an object")
         part = HfConfig({**usual, **own}, path=f"{pattern} in dynamic of {section.path}")
-        yield pattern, Scheme(one_of(part, "bits", (2, 3, 4, 8), None), group_size(part, "group_size"))
+        yield pattern, Scheme(one_of(part, "bits", widths, None), group_size(part, "group_size"))
 
 
 def _modelopt(section: HfConfig) -> Quantisation:
