@@ -46,6 +46,12 @@ KINDS: dict[str, Kind] = {
     "camembert": Kind("Camembert", "unigram", {"type_vocab_size": 1}, POSITIONS + 2),
     "data2vec-text": Kind("Data2VecText", "unigram", {"type_vocab_size": 1}, POSITIONS + 2),
     "jina_embeddings_v3": Kind("JinaEmbeddingsV3", "unigram", {"type_vocab_size": 1}),
+    "megatron-bert": Kind("MegatronBert", "wordpiece", {}),
+    "xlm-roberta-xl": Kind("XLMRobertaXL", "unigram", {"type_vocab_size": 1}, POSITIONS + 2),
+    "roberta-prelayernorm": Kind("RobertaPreLayerNorm", "unigram", {"type_vocab_size": 1}, POSITIONS + 2),
+    "roformer": Kind("RoFormer", "wordpiece", {}),
+    "roformer-small": Kind("RoFormer", "wordpiece", {"embedding_size": 24}),
+    "rembert": Kind("RemBert", "wordpiece", {"input_embedding_size": 24, "output_embedding_size": 32}),
     "electra": Kind("Electra", "wordpiece", {"embedding_size": 64}),
     "electra-small": Kind("Electra", "wordpiece", {"embedding_size": 24}),
     "albert": Kind("Albert", "albert", {"embedding_size": 24}),
@@ -60,6 +66,7 @@ KINDS: dict[str, Kind] = {
     # the first: q, k and v by head, without buckets, and texts beyond its reach
     "deberta": Kind("Deberta", "bytes", {key: value for key, value in RELATED.items() if key != "position_buckets"}),
     "eurobert": Kind("EuroBert", "wordpiece", {"num_key_value_heads": 2}),
+    "ultrabert": Kind("Ultrabert", "wordpiece", {"sliding_window": 6, "num_key_value_heads": 2, "rope_parameters": TURNS}),
     # two of three layers attend to some positions on either side
     "modernbert": Kind("ModernBert", "wordpiece", {"num_hidden_layers": 4, "local_attention": 12, "rope_parameters": TURNS}),
 }  # fmt: skip
@@ -153,6 +160,9 @@ def make_reference_encoder(kind: str, ending: str = "Model", **fields: Any) -> A
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{entry.name}{ending}")(config).eval().float()
     enliven(model, 0)
+    if entry.name == "RoFormer":  # what turns lies beside the weights, and is no weight
+        table = model.base_model.encoder.embed_positions
+        table.weight.data.copy_(table.create_weight())
     return model, tok
 
 

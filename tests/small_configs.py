@@ -387,13 +387,15 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
         "local_attention": 18,
         "mlp_bias": True,
     },
-    **dict.fromkeys(("bert", "nomic_bert"), OF_ENCODERS),
+    **dict.fromkeys(("bert", "megatron-bert", "nomic_bert"), OF_ENCODERS),
     **{
         name: {**OF_ENCODERS, "pad_token_id": 1, "type_vocab_size": 1}
-        for name in ("roberta", "xlm-roberta", "camembert", "data2vec-text")
+        for name in ("roberta", "xlm-roberta", "camembert", "data2vec-text", "xlm-roberta-xl", "roberta-prelayernorm")
     },
     "electra": {**OF_ENCODERS, "embedding_size": 24},
     "albert": {**OF_ENCODERS, "embedding_size": 24},
+    "roformer": {**OF_ENCODERS, "embedding_size": 24},
+    "rembert": {**OF_ENCODERS, "input_embedding_size": 24},
     "mpnet": {**OF_ENCODERS, "pad_token_id": 1},
     "ernie": {**OF_ENCODERS, "use_task_id": True},
     "deberta": {
@@ -415,7 +417,7 @@ SMALL_GPT: dict[str, dict[str, Any]] = {
     },
     "jina_embeddings_v3": {**OF_ENCODERS, "type_vocab_size": 1},
     "gte": {**OF_ENCODERS, "type_vocab_size": 0},
-    "eurobert": {**OF_ENCODERS, "num_key_value_heads": 2, "mlp_bias": True},
+    **{name: {**OF_ENCODERS, "num_key_value_heads": 2, "mlp_bias": True} for name in ("eurobert", "ultrabert")},
     **{
         name: {
             "d_model": 64,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,9 @@ AS_PUBLISHED = {
     "deberta-v2-apart": ("mean", "Model"), "deberta": ("cls", "ForMaskedLM"), "ernie": ("mean", "ForMaskedLM"),
     "data2vec-text": ("mean", "ForMaskedLM"), "jina_embeddings_v3": ("mean", "ForMaskedLM"),
     "mpnet": ("mean", "ForMaskedLM"), "nomic_bert": ("mean", "Model"), "gte": ("cls", "ForMaskedLM"),
-    "eurobert": ("mean", "ForMaskedLM"),
+    "eurobert": ("mean", "ForMaskedLM"), "ultrabert": ("mean", "ForMaskedLM"), "megatron-bert": ("cls", "ForPreTraining"),
+    "xlm-roberta-xl": ("mean", "ForMaskedLM"), "roberta-prelayernorm": ("mean", "ForMaskedLM"),
+    "roformer": ("mean", "ForMaskedLM"), "roformer-small": ("cls", "Model"), "rembert": ("mean", "ForMaskedLM"),
     "modernbert": ("cls", "ForMaskedLM"),
 }  # fmt: skip
 
@@ -203,6 +206,63 @@ def test_a_mean_under_a_head_is_the_mean(tmp_path: Path) -> None:
     change(path, classifier_pooling="max")
     with pytest.raises(UnsupportedModel, match="classifier_pooling"):
         fp32(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "refused"),
+    [
+        # GatorTron's, Google's and RoFormer-Sim's, as published
+        ("megatron-bert", {"num_layers": 3, "position_embedding_type": "absolute", "tokenizer_type": "BertWordPieceCase"}, {
+            "position_embedding_type": "relative_key"}),
+        ("rembert", {"embedding_size": 24, "embedding_dropout_prob": 0}, {"is_decoder": True}),
+        ("roformer", {"directionality": "bidi", "norm_type": "layer_norm", "pooler_activation": "linear", "use_bias": True}, {
+            "rotary_value": True, "use_bias": False, "hidden_act": "relu", "is_decoder": True}),
+    ],
+)  # fmt: skip
+def test_words_of_published_configs_are_read_or_refused(
+    encoders: dict[str, Path], tmp_path: Path, kind: str, said: dict[str, Any], refused: dict[str, Any]
+) -> None:
+    path = Path(shutil.copytree(encoders[kind], tmp_path / "made"))
+    change(path, **said)
+    np.testing.assert_allclose(vectors(fp32(path), TEXTS), published(encoders[kind]), atol=2e-5)
+    raw = read_json(path / "config.json")
+    for key, value in refused.items():
+        with pytest.raises(LoadError, match=f"{key} in .* is {value!r}; of {kind}, only"):
+            read_model(HfConfig({**raw, key: value}))
+
+
+def as_published(path: Path, **fields: object) -> None:
+    """UltraBERT's config as its makers wrote it: a window and a base for each layer."""
+    config = json.loads((path / "config.json").read_text())
+    for key in ("layer_types", "rope_parameters", "sliding_window"):
+        del config[key]
+    (path / "config.json").write_text(json.dumps(config | fields))
+
+
+def test_windows_and_bases_of_each_layer_are_those_of_two_kinds(encoders: dict[str, Path], tmp_path: Path) -> None:
+    """UltraBERT's own files say both by layer, with 0 or null where a layer attends to everything."""
+    path = Path(shutil.copytree(encoders["ultrabert"], tmp_path / "made"))
+    for whole in (0, None):
+        as_published(encoders_config(encoders, path), attention_windows=[6, 6, whole], rope_theta=[1e3, 1e3, 1e4])
+        np.testing.assert_allclose(vectors(fp32(path), TEXTS), published(encoders["ultrabert"]), atol=2e-5)
+    for fields, named in (
+        ({"attention_windows": [6, 8, 0]}, "attention_windows in .* holds 6 and others"),
+        ({"attention_windows": [6, 0]}, "layer_types in .* has 2 entries; the model has 3"),
+        ({"attention_windows": ["a", 6, 0]}, "attention_windows in .* whole numbers"),
+        ({"attention_windows": 6}, "attention_windows in .* whole numbers"),
+        ({"attention_windows": [6, 6, 0], "layer_types": ["full_attention"] * 3}, "say different things"),
+        ({"rope_theta": [1e3, 2e3, 1e4]}, "rope_theta in .* holds 1000 and others"),
+        ({"rope_theta": [1e3, 1e4]}, "rope_theta in .* has 2 numbers"),
+    ):
+        as_published(encoders_config(encoders, path), **fields)
+        with pytest.raises(LoadError, match=named):
+            fp32(path)
+
+
+def encoders_config(encoders: dict[str, Path], path: Path) -> Path:
+    """`path` with UltraBERT's config as it was."""
+    shutil.copy(encoders["ultrabert"] / "config.json", path)
+    return path
 
 
 def test_logits_where_the_files_say_so(tmp_path: Path) -> None:

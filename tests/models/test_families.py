@@ -28,6 +28,16 @@ CLASSES = [
     family for family in FAMILIES if family.name in transformers.CONFIG_MAPPING
 ]  # of others stand republished.py
 # decoders of which transformers has no class with a head around them alone
+BARE = (
+    "distilbert",
+    "electra",
+    "deberta",
+    "deberta-v2",
+    "modernbert",
+    "eurobert",
+    "roformer",
+    "ultrabert",
+)  # encoders without a pooler
 TEXT_MODELS = {
     "step3p5": "Step3p7TextModel", "glm5_next_text": "Glm5NextTextModel", "qwen2_5_omni_text": "Qwen2_5OmniThinkerTextModel",
     "qwen3_omni_moe_text": "Qwen3OmniMoeThinkerTextModel", "glm_ocr_text": "GlmOcrTextModel",
@@ -85,12 +95,10 @@ def counted(config: Any) -> int:
             model = transformers.Phi4MultimodalForCausalLM(config)
             del model.model.embed_tokens_extend  # of pictures and sound
         elif BY_MODEL_TYPE[config.model_type].is_encoder:
-            bare = (
-                {}
-                if config.model_type in ("distilbert", "electra", "deberta", "deberta-v2", "modernbert", "eurobert")
-                else {"add_pooling_layer": False}
-            )
+            bare = {} if config.model_type in BARE else {"add_pooling_layer": False}
             model = transformers.AutoModel.from_config(config, **bare)
+            if config.model_type == "roformer":
+                del model.encoder.embed_positions  # sines and cosines that turn
         elif config.model_type == "mistral4":  # on no list of those that write text
             model = transformers.Mistral4ForCausalLM(config)
         else:

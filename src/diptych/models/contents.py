@@ -37,7 +37,8 @@ from diptych.models.quantised.method import (
 # parts of names -> the part of the model, the first that fits; of safetensors and of GGUF files
 PARTS: tuple[tuple[str, str], ...] = (
     ("embed_tokens_extend", "other"), (".lora_", "other"), ("vision", "other"), ("multi_modal", "other"), ("nextn", "other"),
-    ("mtp.", "other"), ("rope_f", "positions"), ("rotary_emb", "positions"), ("LayerNorm.", "norms"), ("emb_ln.", "norms"),
+    ("mtp.", "other"), ("rope_f", "positions"), ("rotary_emb", "positions"), ("LayerNorm.", "norms"),
+    ("emb_ln.", "norms"), (".ln.", "norms"),
     ("embed_tokens", "embedding"), ("embeddings.", "embedding"), ("embeddings_project.", "embedding"),
     ("embedding_hidden_mapping_in.", "embedding"), ("backbone.embedding.", "embedding"),
     ("token_embd", "embedding"), ("wte", "embedding"),
@@ -327,4 +328,5 @@ def part_of(name: str) -> str:
         return "positions"
     if "encoder.layers." in name:
         name = name.replace(".mixer.", ".attention.")  # Jina 3's
+    name = name.removeprefix("roberta_prelayernorm.")  # which is no norm
     return next((part for mark, part in PARTS if mark in name), "other")

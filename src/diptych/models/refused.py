@@ -20,9 +20,7 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "latent attention within windows, and rotary keys that are normed": ("dots3_note", "dots3_note_text"),
     "queries and keys that are convolved over tokens": ("zaya",),
     "an encoder alone, of a kind that few embedding models have": (
-        "bert-generation", "big_bird", "convbert", "flaubert",
-        "megatron-bert", "mobilebert", "rembert", "roberta-prelayernorm", "roc_bert", "roformer", "squeezebert", "xlm",
-        "xlm-roberta-xl", "xmod"),
+        "bert-generation", "big_bird", "convbert", "flaubert", "mobilebert", "roc_bert", "squeezebert", "xlm", "xmod"),
     ENCODER_BESIDE: (
         "bart", "mbart", "pegasus", "marian", "whisper", "blenderbot", "bigbird_pegasus", "blenderbot-small",
         "mvp", "plbart", "prophetnet", "trocr", "florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop",

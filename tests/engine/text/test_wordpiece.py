@@ -50,6 +50,16 @@ def make(
     return path
 
 
+@pytest.mark.parametrize("kind", ["megatron-bert", "ernie"])
+def test_a_kind_without_a_class_is_that_of_its_model(tmp_path: Path, kind: str) -> None:
+    """As GatorTron's folders have it."""
+    path = make(tmp_path / "it", None, [*MARKS, *PIECES], model_type=kind)
+    assert (
+        Tokenizer.from_dir(path).encode(TEXTS[0])
+        == transformers.AutoTokenizer.from_pretrained(path)(TEXTS[0])["input_ids"]
+    )
+
+
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("named", ["BertTokenizer", "BertTokenizerFast", None])
 def test_ids_are_those_of_both_tokenizers_of_transformers(
@@ -69,6 +79,19 @@ def test_ids_are_those_of_both_tokenizers_of_transformers(
         assert ours.decode(ours.encode(text)) == fast.decode(
             fast(text)["input_ids"], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+
+
+def test_a_tokenizer_that_cuts_by_a_dictionary_is_refused(tmp_path: Path) -> None:
+    """What transformers saves of RoFormer's lacks jieba: read as it stands, Chinese words would be unknown."""
+    made = transformers.BertTokenizer(vocab={piece: i for i, piece in enumerate(dict.fromkeys([*MARKS, *PIECES]))})
+    path = make(tmp_path / "it", None, [*MARKS, *PIECES], model_type="roformer")
+    made.save_pretrained(path)
+    assert Tokenizer.from_dir(path).encode("日本") == made("日本")["input_ids"]
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    for named in ("RoFormerTokenizer", "RoFormerTokenizerFast", None):
+        (path / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": named}))
+        with pytest.raises(UnsupportedModel, match="jieba"):
+            Tokenizer.from_dir(path)
 
 
 def test_a_vocabulary_of_mpnet_is_read_as_its_class_does(tmp_path: Path) -> None:

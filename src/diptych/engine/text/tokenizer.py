@@ -24,7 +24,7 @@ import tokenizers
 from diptych.engine.text.sentencepiece_model import sentencepiece_backend
 from diptych.engine.text.wordpiece import kind_of, wordpiece_backend
 from diptych.ground.bounds import lone_surrogate
-from diptych.ground.errors import LoadError, PromptTooLong, RequestError, told_of
+from diptych.ground.errors import LoadError, PromptTooLong, RequestError, UnsupportedModel, told_of
 from diptych.models.config import HfConfig, read_json
 
 logger = logging.getLogger("diptych.engine")
@@ -103,6 +103,7 @@ class Tokenizer:
         folder = Path(path)
         tokenizer_path = folder / "tokenizer.json"
         config = read_json_object(folder / "tokenizer_config.json")
+        _refuse_dictionary(folder, config)
         if tokenizer_path.is_file():
             try:
                 backend = tokenizers.Tokenizer.from_file(str(tokenizer_path))
@@ -362,6 +363,17 @@ def _named_tokens(config: Mapping[str, Any], added: Mapping[str, Any]) -> dict[i
 
 def _model_type(folder: Path) -> object:
     return read_json_object(folder / "config.json").get("model_type")
+
+
+def _refuse_dictionary(folder: Path, config: Mapping[str, Any]) -> None:
+    """UnsupportedModel for RoFormer's tokenizer, whose tokenizer.json lacks what cuts Chinese into words."""
+    named = config.get("tokenizer_class")
+    if str(named).startswith("RoFormerTokenizer") or (named is None and _model_type(folder) == "roformer"):
+        raise UnsupportedModel(
+            f"the tokenizer of {folder} cuts Chinese by a dictionary (jieba), which no file of it has and nobody runs here",
+            hint="over a vocabulary of single signs a BertTokenizer gives the same ids for Chinese and English: "
+            "save one there, with tokenizer_class in tokenizer_config.json",
+        )
 
 
 def _no_tokenizer(folder: Path) -> LoadError:

@@ -50,7 +50,7 @@ CLASSES: Mapping[str, Kind] = MappingProxyType({
     "BertTokenizer": BERT, "DistilBertTokenizer": BERT, "ElectraTokenizer": BERT, "MPNetTokenizer": MPNET,
 })  # fmt: skip
 MODEL_TYPES: Mapping[str, Kind] = MappingProxyType({
-    **dict.fromkeys(("bert", "distilbert", "electra", "nomic_bert"), BERT), "mpnet": MPNET,
+    **dict.fromkeys(("bert", "distilbert", "electra", "ernie", "megatron-bert", "nomic_bert"), BERT), "mpnet": MPNET,
 })  # fmt: skip
 
 

@@ -24,6 +24,8 @@ NAMES_OF_BERT: dict[str, Any] = {
     "layers": "encoder.layer", "attention": "attention", "qkv": ("self.query", "self.key", "self.value"),
     "o": "output.dense", "mlp": ("",), "gate_up": ("intermediate.dense",), "down": "output.dense",
     "norms": {Norms.SUMS: (None, "attention.output.LayerNorm", None, "output.LayerNorm")}}  # fmt: skip
+UNREAD_OF_BERT = ("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
+                  "pooler_size_per_head", "pooler_type", "output_past")  # fmt: skip
 # heads around encoders, which nobody needs for states: of masked words, of pairs of texts, of what was replaced
 HEADS = ("cls.", "lm_head.", "discriminator_predictions.", "generator_predictions.", "generator_lm_head.", "vocab_")
 LIKE_BERT: dict[str, Any] = {
@@ -42,6 +44,13 @@ LIKE_DEBERTA: dict[str, Any] = {
     "ignored": (*HEADS, "pooler.", "classifier.", "position_ids", "position_embeddings", "lm_predictions.",
                 "mask_predictions."),
     "types_may_lack": True, **AROUND_SUMS, **ALL_BIASES}  # fmt: skip
+# norms before each part and behind the last layer instead, where {norms} lie, as decoders have them
+BEFORE_PARTS: dict[str, Any] = {"norms": Norms.BEFORE, "has_embedding_norm": False}
+
+
+def _before(end: str, attention: str, mlp: str) -> dict[str, Any]:
+    """Names of BERT with norms before each part, and one behind the last layer."""
+    return {**NAMES_OF_BERT, "final_norm": end, "norms": {Norms.BEFORE: (attention, None, mlp, None)}}
 
 
 def _kinds(name: str, *more: str) -> tuple[str, ...]:
@@ -54,8 +63,7 @@ ENCODERS: tuple[Family, ...] = (
     Family(
         name="bert", architectures=_kinds("Bert", "ForPreTraining", "LMHeadModel"),
         keys=BERT,
-        unread=("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
-                "pooler_size_per_head", "pooler_type", "output_past"),
+        unread=UNREAD_OF_BERT,
         classifier=(HeadLayer("pooler.dense", Activation.TANH), HeadLayer("classifier")),
         names=TensorNames(**NAMES_OF_BERT),
         prefixes=("bert.",),
@@ -78,6 +86,47 @@ ENCODERS: tuple[Family, ...] = (
         names=TensorNames(**NAMES_OF_BERT),
         prefixes=("ernie.",),
         **LIKE_BERT,
+    ),
+    # norms before each part, and none of the embedding: of Megatron's BERT, of the larger XLM-RoBERTa
+    Family(
+        name="megatron-bert", architectures=_kinds("MegatronBert", "ForPreTraining", "ForCausalLM"),
+        keys={**BERT, "vocab_size": 29_056, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+              "intermediate_size": 4096},
+        unread=("tokenizer_type",),
+        classifier=(HeadLayer("pooler.dense", Activation.TANH), HeadLayer("classifier")),
+        names=TensorNames(**_before("encoder.ln", "attention.ln", "ln")),
+        prefixes=("bert.",),
+        **{**LIKE_BERT, **BEFORE_PARTS},
+    ),
+    Family(
+        name="xlm-roberta-xl", architectures=_kinds("XLMRobertaXL", "ForCausalLM"),
+        keys={**BERT, "vocab_size": 250_880, "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32,
+              "intermediate_size": 10_240, "max_position_embeddings": 514, "type_vocab_size": 1, "rms_norm_eps": 1e-5},
+        **{**LIKE_ROBERTA, **BEFORE_PARTS,
+           "names": TensorNames(**_before("encoder.LayerNorm", "attention.self_attn_layer_norm", "LayerNorm"))},
+    ),
+    Family(
+        name="roberta-prelayernorm", architectures=_kinds("RobertaPreLayerNorm", "ForCausalLM"),
+        keys={**BERT, "vocab_size": 50_265},
+        **{**LIKE_ROBERTA, "norms": Norms.BEFORE, "prefixes": ("roberta_prelayernorm.",),
+           "names": TensorNames(**_before("LayerNorm", "attention.LayerNorm", "intermediate.LayerNorm"))},
+    ),
+    # rotary positions of neighbours in place of the table's
+    Family(
+        name="roformer", architectures=_kinds("RoFormer", "ForCausalLM"),
+        keys={**BERT, "vocab_size": 50_000, "max_position_embeddings": 1536, "word_embed_proj_dim": None, "head_dim": None,
+              "rope_theta": 10_000.0},
+        fixed={**LIKE_BERT["fixed"], "rotary_value": (False,), "hidden_act": ("gelu",), "use_bias": (True,),
+               "norm_type": ("layer_norm",)},
+        unread=(*UNREAD_OF_BERT, "pooler_activation"),
+        renamed={**LAYER_NORM_EPS, "embedding_size": "word_embed_proj_dim"},
+        is_interleaved=True,
+        classifier=(HeadLayer("classifier.dense", Activation.GELU), HeadLayer("classifier.out_proj")),
+        names=TensorNames(words="embeddings_project", **NAMES_OF_BERT),
+        prefixes=("roformer.",),
+        ignored=(*LIKE_BERT["ignored"], "encoder.embed_positions."),
+        **AROUND_SUMS,
+        **ALL_BIASES,
     ),
     # rotary positions in place of the table's; its files have the names of the code that it was published with
     Family(
@@ -125,6 +174,18 @@ ENCODERS: tuple[Family, ...] = (
         **{**LIKE_BERT, "renamed": {**LAYER_NORM_EPS, "embedding_size": "word_embed_proj_dim"},
            "fixed": {**LIKE_BERT["fixed"], "num_hidden_groups": (1,), "inner_group_num": (1,)},
            "ignored": (*LIKE_BERT["ignored"], "predictions.", "sop_classifier.")},
+    ),
+    # the same of layers that are not one, and of heads as BERT's
+    Family(
+        name="rembert", architectures=_kinds("RemBert", "ForCausalLM"),
+        keys={**BERT, "vocab_size": 250_300, "hidden_size": 1152, "num_hidden_layers": 32, "num_attention_heads": 18,
+              "intermediate_size": 4608, "word_embed_proj_dim": 256},
+        unread=("output_embedding_size", "embedding_size"),  # which its class does not read, and published files have
+        classifier=(HeadLayer("pooler.dense", Activation.TANH), HeadLayer("classifier")),
+        names=TensorNames(words="encoder.embedding_hidden_mapping_in", **NAMES_OF_BERT),
+        prefixes=("rembert.",),
+        projects_words=True,
+        **{**LIKE_BERT, "renamed": {**LAYER_NORM_EPS, "input_embedding_size": "word_embed_proj_dim"}},
     ),
     # one kind of text alone
     Family(
@@ -243,6 +304,20 @@ ENCODERS: tuple[Family, ...] = (
         unread=("classifier_pooling", "clf_pooling"),
         mlp_bias="mlp_bias",
         ignored=(*HEADS, "rotary_emb.inv_freq"),
+        is_encoder=True,
+        **BY_ATTENTION_BIAS,
+    ),
+    # the same with windows to either side on two layers of three, which turn by another base
+    Family(
+        name="ultrabert", architectures=_kinds("Ultrabert"),
+        keys={**USUAL, "max_position_embeddings": 32_768, "attention_bias": False, "mlp_bias": False, "sliding_window": 128,
+              "layer_types": None, "attention_windows": None, "rope_theta": 2_560_000.0, "rope_local_base_freq": 10_000.0},
+        unread=("classifier_pooling", "prediction_head_size"),
+        mlp_bias="mlp_bias",
+        full_every=3, local_theta="rope_local_base_freq",
+        classifier=(HeadLayer("classifier"),),
+        prefixes=("ultrabert.", "model."),
+        ignored=(*HEADS, "head.", "classifier.", "rotary_emb.inv_freq"),
         is_encoder=True,
         **BY_ATTENTION_BIAS,
     ),

@@ -17,7 +17,7 @@ from diptych.models.keys import CHANGING, HARMLESS, HARMLESS_ENDINGS, NEUTRAL, S
 from diptych.models.reading.block_index import as_indexed
 from diptych.models.reading.blocks import as_halves, as_layers, as_pairs, as_searched, as_states, without_pictures
 from diptych.models.reading.deepseek_v4 import as_deepseek_v4
-from diptych.models.reading.encoders import as_gated_or_not, as_related, with_stretched_base
+from diptych.models.reading.encoders import as_gated_or_not, as_related, as_windowed, with_stretched_base
 from diptych.models.reading.glm_next import as_glm_next
 from diptych.models.reading.gpt import of_all_layers, with_kinds, with_section
 from diptych.models.reading.griffin import as_griffin
@@ -37,7 +37,7 @@ BY_KEY = {
     "num_sliding_attention_heads": as_usual, "gating": as_gated, "kda_lower_bound": as_ling, "index_kpool": as_glm_next,
     "block_types": as_griffin, "entry_layers": as_deepseek_v4,
     "post_norm_eps": with_turns, "feed_forward_proj": as_gated_or_not, "pack_qkv": with_stretched_base,
-    "pos_att_type": as_related,
+    "pos_att_type": as_related, "attention_windows": as_windowed,
 }  # fmt: skip
 
 

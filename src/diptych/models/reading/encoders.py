@@ -4,7 +4,7 @@ those of contents and distances.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diptych.ground.errors import LoadError
@@ -70,6 +70,35 @@ def as_related(raw: dict[str, Any], defaults: Mapping[str, Any], path: str) -> d
     config = HfConfig({**defaults, **raw}, path=path)
     width = config.integer("head_dim", max(1, config.integer("hidden_size") // config.integer("num_attention_heads")))
     return {**raw, "pos_att_type": ["c2p", "p2c"], "query_pre_attn_scalar": 3 * width}
+
+
+def as_windowed(raw: dict[str, Any], defaults: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """UltraBERT's published config with a name for each layer and a base for each kind of them, in place of a window (0 or null
+    where a layer attends to everything) and a base for each layer. LoadError for several windows, or bases of one kind.
+    """
+    n, key = HfConfig({**defaults, **raw}, path=path).integer("num_hidden_layers"), "attention_windows"
+    if raw.get(key) is not None:
+        given = raw[key] if isinstance(raw[key], list) else None
+        windows = HfConfig({key: [one or 0 for one in given] if given else raw[key]}, path=path).integers(key) or []
+        named = ["sliding_attention" if one else "full_attention" for one in windows]
+        if raw.get("layer_types") not in (None, named):
+            raise LoadError(f"{key} and layer_types in {path} say different things of the layers")
+        raw = {**raw, "layer_types": named, "sliding_window": _alike(key, [one for one in windows if one], path)}
+    if not isinstance(raw.get("rope_theta"), list):
+        return raw
+    config = HfConfig({**defaults, **raw}, path=path)
+    kinds = config.layer_types(n) or ["full_attention" if (i + 1) % 3 == 0 else "sliding_attention" for i in range(n)]
+    bases = list(zip(config.numbers("rope_theta", n), kinds, strict=True))
+    ours = {"full_attention": "rope_theta", "sliding_attention": "rope_local_base_freq"}
+    said = {ours[kind]: _alike("rope_theta", [base for base, one in bases if one == kind], path) for kind in kinds}
+    return {**{name: one for name, one in raw.items() if name != "rope_theta"}, **said}
+
+
+def _alike(key: str, given: Sequence[float], path: str) -> float | None:
+    """What all say; None where there are none."""
+    if len(set(given)) > 1:
+        raise LoadError(f"{key} in {path} holds {given[0]:g} and others for layers of one kind; they must be the same")
+    return given[0] if given else None
 
 
 def as_gated_or_not(raw: dict[str, Any], defaults: Mapping[str, Any], path: str) -> dict[str, Any]:
