@@ -38,6 +38,7 @@ from diptych.engine.load import bundled_dir
 from diptych.ground.config import ComputeConfig
 from diptych.ground.formats import KeptFormat
 from diptych.models.contents import contents_of
+from embedding_files import make_classifier, make_embedder
 from encoder_files import KINDS, make_cross_encoder
 from gguf_files import gguf_reference, write_gguf
 from mlx_files import DATA as MLX
@@ -104,6 +105,24 @@ def test_an_encoder_is_priced_as_what_writes_nothing(tmp_path: Path) -> None:
         refused = run(command, str(path), "-d", "h100-80gb-sxm", *asked)
         assert refused.returncode == 2
         assert "writes nothing" in refused.stderr
+
+
+@pytest.mark.parametrize("kind", ["alone", "named otherwise", "under a head of labels"])
+def test_a_decoder_without_an_output_projection_is_no_other_model(kind: str, tmp_path: Path) -> None:
+    """e5-mistral, gte-Qwen2 (whose config names the head that its files lack) and rerankers with labels were refused."""
+    path = tmp_path / "made"
+    if kind == "under a head of labels":
+        make_classifier(path, n_labels=3)
+    else:
+        make_embedder(path, family="mistral", has_head=kind == "named otherwise")
+    tensors = load_file(path / "model.safetensors")
+    count = sum(one.numel() for name, one in tensors.items() if name != "score.weight")
+    facts = facts_of(str(path), "h100-80gb-sxm")
+    assert facts["model"]["parameters"] == count
+    assert facts["phases"]["bf16"]["decode_s"] is None
+    del tensors["norm.weight" if "norm.weight" in tensors else "model.norm.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    assert "the files beside it hold" in run("inspect", str(path)).stderr
 
 
 def test_what_lies_beside_a_window_is_said_and_no_tensor_is_other(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from checkpoints import COMMON, VOCAB, enliven, make_checkpoint
 from coded_files import gptq, quantised_checkpoints
 from diptych.compute.adapters import read_adapter
+from diptych.compute.ops.contract import Taps
+from diptych.compute.pooler import read_tail
 from diptych.compute.runner import load_model
 from diptych.cost.parameters import parameter_count
 from diptych.ground.config import ComputeConfig
@@ -116,6 +118,30 @@ def test_text_is_as_the_class_computes_it(name: str, tmp_path: Path) -> None:
     assert expected.std() > 0.3
     difference = logits_of(tmp_path, prompt[0].tolist(), 9) - expected
     assert difference.abs().max() < LOGIT_TOLERANCE * max(1.0, expected.std())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "name", ["Qwen3ASR", "Janus", "GraniteSpeech", "GraniteDocling", "Emu3", "PaddleOCRVL", "MiniCPMV4_6"]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_states_without_a_head_are_those_of_the_class(name: str, tmp_path: Path) -> None:
+    """As multimodal embedding models are saved: nothing precedes the parts, of which a decoder of one or of another family."""
+    inner = write_wrapped(name, tmp_path / "whole").model
+    inner.save_pretrained(tmp_path / "alone")
+    spec = load_model_file(tmp_path / "alone")
+    assert not spec.has_head
+    check_stored(tmp_path / "alone", spec, parameter_count(spec))
+    prompt = make_prompt()
+    expected = inner(prompt, use_cache=False).last_hidden_state[0]
+    model = load_model(tmp_path / "alone", REFERENCE)
+    stepper, taps = Stepper(model), Taps(numbers=(spec.n_layers - 1,))
+    batch = stepper.batch({"it": prompt[0].tolist()}, logits_rows=())
+    model.forward(batch, stepper.kv, taps=taps)
+    assert taps.states is not None
+    got = read_tail(tmp_path / "alone", spec).normed(taps.states[0].numpy())
+    assert expected.std() > 0.3
+    assert (torch.from_numpy(got) - expected).abs().max() < LOGIT_TOLERANCE * expected.std()
 
 
 @torch.no_grad()

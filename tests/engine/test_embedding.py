@@ -243,7 +243,7 @@ def test_logit_scores_are_those_of_the_cross_encoder(tmp_path: Path, prompts: di
     assert [one.usage.output_tokens for one in got.prompts] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("family", ["Qwen3", pytest.param("Llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["Qwen3", "GPT2", pytest.param("Llama", marks=pytest.mark.slow)])
 def test_classification_scores_are_those_of_the_cross_encoder(tmp_path: Path, family: str) -> None:
     path = make_classifier(tmp_path / "made", family=family)
     want = judge(path).predict(list(zip(QUERIES, TEXTS, strict=True)))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 from diptych.cost.components import BF16, cost_of
 from diptych.cost.parameters import active_parameter_count, parameter_count
@@ -14,8 +19,9 @@ from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.ground.shape import StepShape
 from diptych.ground.specs import KVSpec
 from diptych.models.config import HfConfig
+from diptych.models.families.table import BY_MODEL_TYPE, WRAPPERS
 from diptych.models.mlp import MlpSpec, MoeSpec
-from diptych.models.read import read_model
+from diptych.models.read import family_of, is_headless, read_model
 from diptych.models.spec import ModelSpec, Norms
 
 LONGCAT = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 36,
@@ -156,3 +162,35 @@ def test_sizes_of_experts_of_text_come_before_those_of_pictures() -> None:
     assert both == moe_of(moe_num_experts=4, moe_intermediate_size=32)
     with pytest.raises(LoadError, match=r"num_experts in .* is \[4, 4, 4\]"):
         moe_of(moe_num_experts=[4, 4, 4], moe_intermediate_size=[32, 24])
+
+
+# of T5 the encoder alone is read, of EuroBERT no head; these bring words for pictures beside others (`test_wrappers`)
+NOT_READ = (
+    "EuroBertForSequenceClassification",
+    "T5ForSequenceClassification",
+    "MT5ForSequenceClassification",
+    "T5Model",
+    "MT5Model",
+)
+
+
+@pytest.mark.parametrize(
+    "mapping", [MODEL_MAPPING_NAMES, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES], ids=["bare", "labels"]
+)
+def test_every_class_without_a_head_of_what_is_read_is_read(mapping: Mapping[str, str | tuple[str, ...]]) -> None:
+    """GPT2Model, GPT2ForSequenceClassification and those of multimodal embedding models (Qwen3VLModel) were refused."""
+    kinds = [kind for kind in mapping if kind in BY_MODEL_TYPE]
+    assert len(kinds) > 80
+    for kind in kinds:
+        for name in (mapping[kind],) if isinstance(mapping[kind], str) else mapping[kind]:
+            if name not in NOT_READ:
+                assert kind in family_of(HfConfig({"model_type": kind, "architectures": [name]})).model_types
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_without_a_head_are_what_they_are_around(name: str) -> None:
+    bare = f"{name.removesuffix('ForConditionalGeneration')}Model"
+    for one in (name, bare) if bare != f"{name}Model" else (name,):
+        config = HfConfig({"architectures": [one], "text_config": {"model_type": "qwen3"}})
+        assert family_of(config).name == "qwen3"
+        assert is_headless(config) == (one == bare)

@@ -75,8 +75,7 @@ class Blueprint:
         n_behind = config.get("num_nextn_predict_layers") or self.hf_config.get("num_nextn_predict_layers") or 0
         behind = tuple(f".layers.{self.spec.n_blocks + i}." for i in range(int(n_behind)))
         tied = (f"{family_named(self.spec).names.head}.weight",) if self.spec.is_tied else ()
-        scored = () if self.spec.has_head else ("score.weight",)  # read by who scores (`pooler`)
-        ignored = (*unused_names(self.spec), *tied, *behind, *scored)
+        ignored = (*unused_names(self.spec), *tied, *behind)
         self.source.finish(lambda name: any(part in name for part in ignored))
         return weights
 
@@ -130,7 +129,7 @@ def draw_blueprint(
             rope.divisors_name, "by max_context_tokens" if longrope == "auto" else "asked for", rope.trained_tokens,
             max_context_tokens or spec.max_context_tokens,
         )  # fmt: skip
-    if spec.is_tied and _holds_another_head(source, spec):
+    if spec.is_tied and spec.has_head and _holds_another_head(source, spec):
         logger.warning(
             "%s ties the output projection to the embedding, but the files hold an lm_head with other values: "
             "the files' own is used, as transformers does", path,

@@ -29,7 +29,7 @@ from diptych.models.gguf.file import SUFFIX, find_gguf
 from diptych.models.quantised.method import own_section, packed_for_cpu
 from diptych.models.read import load_model_file
 from diptych.models.spec import ModelSpec
-from diptych.models.stored import check_gguf, check_stored
+from diptych.models.stored import check_gguf, check_stored, without_head
 
 BUNDLED = "diptych-10m"
 GPU_KV = ("bf16", "fp32")
@@ -124,7 +124,9 @@ def find_model(name: str) -> ModelSpec:
         return spec
     spec = load_model_file(path)
     if path.is_dir() or path.name == "config.json":
-        check_stored(path if path.is_dir() else path.parent, spec, parameter_count(spec))
+        folder = path if path.is_dir() else path.parent
+        spec = without_head(folder, spec)
+        check_stored(folder, spec, parameter_count(spec))
     return spec
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import HfConfig, read_json
 from diptych.models.families.family import Family
-from diptych.models.families.table import BY_ARCHITECTURE, BY_MODEL_TYPE, SUPPORTED, WRAPPERS
+from diptych.models.families.table import BY_ARCHITECTURE, BY_MODEL_TYPE, SUPPORTED, WRAPPERS, with_head
 from diptych.models.files import no_model
 from diptych.models.gates import Activation
 from diptych.models.latent import IndexSpec
@@ -53,8 +53,6 @@ from diptych.models.rope import latent_stretch, make_rope, position_limit
 from diptych.models.spec import AttentionLayer, LayerSpec, ModelSpec, Norms, QkNorm
 from diptych.models.streams import LayerScales
 
-# architectures of transformers that are a family's decoder under another head, or under none
-HEADLESS = ("ForSequenceClassification", "Model", "TextForSequenceClassification", "TextModel")
 NO_ATTENTION = AttentionLayer(n_heads=0, n_kv_heads=1, head_dim=2, scale=1.0)
 RUN_ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH)  # of gates
 RUN_CURVES = (
@@ -109,7 +107,7 @@ def read_model(
         residual_scale=residual_scale(config),
         logit_scale=config.number("logit_scale", 1.0) / config.number("logits_scaling", base_stretch(config, hidden)),
         logit_softcap=config.optional_number("final_logit_softcapping"),
-        is_tied=family.is_encoder or config.flag("tie_word_embeddings"),
+        is_tied=not has_head or config.flag("tie_word_embeddings"),
         is_wrapped=is_wrapped,
         has_head=has_head and not is_both_ways(config),
         centres_norms=centres_norms,
@@ -162,21 +160,22 @@ def family_of(config: HfConfig) -> Family:
     UnsupportedModel, with the list of those that are, for any other.
     """
     raw = config.raw
-    kind = raw.get("model_type")
+    kind, whole = raw.get("model_type"), None
     if "architectures" in raw:
         named = raw["architectures"]
         what, name = "architecture", named[0] if isinstance(named, list) and named else None
-        family = BY_ARCHITECTURE.get(_with_head(name)) if isinstance(name, str) else None
+        whole = with_head(name) if isinstance(name, str) else None
+        family = None if whole is None else BY_ARCHITECTURE.get(whole)
         known = BY_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
-        if name in WRAPPERS:
+        if whole in WRAPPERS:
             kind = (config.decoder or HfConfig({})).raw.get("model_type")
             family = BY_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
-        elif known is not None and isinstance(name, str) and known.built_as == _with_head(name):
+        elif known is not None and whole is not None and known.built_as == whole:
             family = known
     else:
         what, name = "model_type", kind
         family = BY_MODEL_TYPE.get(name) if isinstance(name, str) else None
-    is_inside = family is not None and family.is_encoder and name in WRAPPERS  # it is what the decoder attends to
+    is_inside = family is not None and family.is_encoder and whole in WRAPPERS  # it is what the decoder attends to
     if family is None or is_inside:
         reason = ENCODER_BESIDE if is_inside else reason_for(kind) or reason_for(name)
         missing = "" if reason is None else f" ({reason})"
@@ -197,16 +196,7 @@ def is_headless(config: HfConfig) -> bool:
         return True
     named = config.raw.get("architectures")
     name = named[0] if isinstance(named, list) and named else None
-    return isinstance(name, str) and _with_head(name) != name
-
-
-def _with_head(architecture: str) -> str:
-    """The architecture that writes text: Qwen3ForCausalLM for Qwen3Model, Gemma3ForCausalLM for Gemma3TextModel."""
-    for ending in HEADLESS:
-        whole = architecture.removesuffix(ending) + "ForCausalLM"
-        if architecture.endswith(ending) and whole in BY_ARCHITECTURE:
-            return whole
-    return architecture
+    return isinstance(name, str) and with_head(name) != name
 
 
 def reads_mxfp4(config: HfConfig) -> bool:

@@ -57,8 +57,9 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
 NAMESAKES: Mapping[str, str] = MappingProxyType({
     "BailingMoeV2_5ForCausalLM": OTHER_STATES, "BailingMoeLinearV2ForCausalLM": OTHER_STATES,  # Ling 2.5
     # of which the encoder alone is read
-    **dict.fromkeys(("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model", "MT5ForConditionalGeneration", "MT5Model"),
-                    ENCODER_BESIDE),
+    **dict.fromkeys(("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model", "MT5ForConditionalGeneration", "MT5Model",
+                     "T5ForSequenceClassification", "MT5ForSequenceClassification"), ENCODER_BESIDE),
+    "EuroBertForSequenceClassification": "a head that judges by states that other layers bend before the mean",
 })  # fmt: skip
 # names of GGUF architectures that are more than a spelling of the model_type
 IN_GGUF: Mapping[str, str] = MappingProxyType({

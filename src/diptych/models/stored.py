@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 def unused_names(spec: ModelSpec) -> tuple[str, ...]:
     """Parts of names of tensors that a checkpoint may hold and its layers have no use for: what the family leaves alone, parts
-    for pictures, layers that attend to those, keys and values of layers that attend to another's.
+    for pictures, layers that attend to those, keys and values of layers that attend to another's, and what scores.
     """
     shared = [i for i, layer in enumerate(spec.layers) if layer.attention.kv_layer is not None]
     of_shared = (f"layers.{i}.self_attn.{name}." for i in shared for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
@@ -35,7 +36,19 @@ def unused_names(spec: ModelSpec) -> tuple[str, ...]:
     # experts without weights, for which transformers writes gates that nobody reads, and experts of pictures
     identities = (f".experts.{e}." for e in range(n_experts, n_named))
     beside = (*BY_MODEL_TYPE[spec.family].ignored, *(BESIDE_WRAPPED if spec.is_wrapped else ()))
-    return (*beside, *of_shared, *left_out, *identities)
+    scored = () if spec.has_head else ("score.weight",)  # read by who scores (`pooler`)
+    return (*beside, *of_shared, *left_out, *identities, *scored)
+
+
+def without_head(folder: Path, spec: ModelSpec) -> ModelSpec:
+    """The model as it is loaded from the files in `folder`: without an output projection where they are those of a decoder that
+    was saved alone, whatever its config says (gte-Qwen2, as sentence-transformers writes such folders).
+    """
+    names = BY_MODEL_TYPE[spec.family].names
+    found = {name for name, _ in _tensors(folder) or ()}
+    is_alone = f"{names.embedding}{names.embedding_ending}" in found and f"{names.head}.weight" not in found
+    is_bare = is_alone and "" not in BY_MODEL_TYPE[spec.family].prefixes
+    return replace(spec, is_tied=True, has_head=False) if is_bare and not spec.is_tied else spec
 
 
 def check_stored(folder: Path, spec: ModelSpec, expected: int) -> None:
@@ -69,14 +82,19 @@ def check_gguf(path: Path, expected: int) -> None:
         )
 
 
-def _in_headers(folder: Path, spec: ModelSpec) -> int | None:
+def _tensors(folder: Path) -> list[tuple[str, dict[str, Any]]] | None:
+    """By the headers of safetensors; None where there are none, or not all of them."""
     try:
         files = weight_files(folder)
-    except LoadError:  # none, or not all of them
+    except LoadError:
         return None
-    tensors = [
+    return [
         (name, tensor) for path in files for name, tensor in safetensors_header(path).items() if name != "__metadata__"
     ]
+
+
+def _in_headers(folder: Path, spec: ModelSpec) -> int | None:
+    tensors = _tensors(folder)
     if not tensors or any(tensor.get("dtype") not in PLAIN for _, tensor in tensors):
         return None
     ignored = unused_names(spec)

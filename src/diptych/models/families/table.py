@@ -46,7 +46,10 @@ WRAPPERS: tuple[str, ...] = (
 )  # fmt: skip
 # what precedes the names of a decoder alone, where their decoders' tensors begin else, and parts of names of what is beside
 AROUND_WRAPPED = ("language_model.", "model.language_model.", "thinker.")
-WRAPPED_PREFIXES = ("model.language_model.", "model.text_model.", "thinker.model.language_model.")
+WRAPPED_PREFIXES = (
+    "model.language_model.", "model.text_model.", "thinker.model.language_model.",
+    "language_model.", "text_model.",  # of one without a head around both
+)  # fmt: skip
 BESIDE_WRAPPED = (
     "vision_tower.", "vision_model.", "visual.", "audio_tower.", "image_tower.", "video_tower.",
     "encoder.",  # vision_encoder., acoustic_tokenizer_encoder.
@@ -59,3 +62,17 @@ BESIDE_WRAPPED = (
     "talker.", "token2wav.", "code2wav.",  # what speaks
 )  # fmt: skip
 SUPPORTED: tuple[str, ...] = (*BY_ARCHITECTURE, *WRAPPERS)
+# architectures of transformers that are a family's decoder under another head, or under none, and under its own
+HEADLESS = ("ForSequenceClassification", "Model", "TextForSequenceClassification", "TextModel")
+HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+def with_head(architecture: str) -> str:
+    """The architecture that writes text: Qwen3ForCausalLM for Qwen3Model, Gemma3ForCausalLM for Gemma3TextModel,
+    Qwen3VLForConditionalGeneration for Qwen3VLModel. One that is read by its own name, or in no way, is itself.
+    """
+    bare = [architecture.removesuffix(ending) for ending in HEADLESS if architecture.endswith(ending)]
+    wholes = (f"{name}{head}" for head in HEADS for name in bare)
+    return (
+        architecture if architecture in SUPPORTED else next((one for one in wholes if one in SUPPORTED), architecture)
+    )
