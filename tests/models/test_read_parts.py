@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
@@ -22,6 +23,7 @@ from diptych.models.config import HfConfig
 from diptych.models.families.table import BY_MODEL_TYPE, WRAPPERS
 from diptych.models.mlp import MlpSpec, MoeSpec
 from diptych.models.read import family_of, is_headless, read_model
+from diptych.models.refused import reason_for
 from diptych.models.spec import ModelSpec, Norms
 
 LONGCAT = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 36,
@@ -164,7 +166,8 @@ def test_sizes_of_experts_of_text_come_before_those_of_pictures() -> None:
         moe_of(moe_num_experts=[4, 4, 4], moe_intermediate_size=[32, 24])
 
 
-# of T5 the encoder alone is read, of EuroBERT no head; these bring words for pictures beside others (`test_wrappers`)
+WRAPPED_KINDS = ("qwen3_asr",)  # around decoders that are read
+# of T5 the encoder alone is read, of EuroBERT no head
 NOT_READ = (
     "EuroBertForSequenceClassification",
     "T5ForSequenceClassification",
@@ -185,6 +188,15 @@ def test_every_class_without_a_head_of_what_is_read_is_read(mapping: Mapping[str
         for name in (mapping[kind],) if isinstance(mapping[kind], str) else mapping[kind]:
             if name not in NOT_READ:
                 assert kind in family_of(HfConfig({"model_type": kind, "architectures": [name]})).model_types
+
+
+@pytest.mark.parametrize(
+    "what", ["SEQUENCE_CLASSIFICATION", "MASKED_LM", "TEXT_ENCODING", "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING"]
+)
+def test_every_kind_that_judges_or_embeds_texts_is_read_or_there_is_a_reason(what: str) -> None:
+    """Longformer, ESM and LayoutLM were refused without a word of what is missing."""
+    mapping = getattr(modeling_auto, f"MODEL_FOR_{what}_MAPPING_NAMES")
+    assert not [kind for kind in mapping if kind not in (*BY_MODEL_TYPE, *WRAPPED_KINDS) and reason_for(kind) is None]
 
 
 @pytest.mark.parametrize("name", WRAPPERS)

@@ -11,16 +11,25 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 ENCODER_BESIDE = "an encoder beside the decoder"
-OTHER_STATES = "a state per sequence of another kind (RWKV, Ling 2.5, xLSTM)"
+LIGHTNING = "Lightning attention whose queries and keys are normed and turned, and not bent"
 # what is missing -> model_type of transformers
 MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    OTHER_STATES: ("rwkv", "xlstm"),
+    "a state per sequence of another kind (RWKV, xLSTM)": ("rwkv", "xlstm"),
     "attention whose queries and outputs a router chooses": ("jetmoe",),
     "a mask that is made of the values": ("doge",),
     "latent attention within windows, and rotary keys that are normed": ("dots3_note", "dots3_note_text"),
     "queries and keys that are convolved over tokens": ("zaya",),
     "an encoder alone, of a kind that few embedding models have": (
-        "bert-generation", "big_bird", "convbert", "flaubert", "mobilebert", "roc_bert", "squeezebert", "xlm", "xmod"),
+        "bert-generation", "big_bird", "convbert", "flaubert", "mobilebert", "roc_bert", "squeezebert", "xlm", "xmod",
+        "ibert", "luke", "splinter"),
+    "an encoder of proteins": ("esm", "esmc"),
+    "an encoder beside pictures": ("clip_text_model", "lxmert", "modernvbert", "neomme", "tipsv2_text_model", "ultravbert"),
+    "attention that is made without the scores of all pairs": ("fnet", "funnel", "mra", "nystromformer", "perceiver", "yoso"),
+    "tokens that all others see beside windows": ("longformer",),
+    "places on a page or in a table beside each token": (
+        "bros", "layoutlm", "layoutlmv2", "layoutlmv3", "lilt", "markuplm", "tapas"),
+    "characters by hashes": ("canine",),
+    "a head that labels tokens": ("openai_privacy_filter",),
     ENCODER_BESIDE: (
         "bart", "mbart", "pegasus", "marian", "whisper", "blenderbot", "bigbird_pegasus", "blenderbot-small",
         "mvp", "plbart", "prophetnet", "trocr", "florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop",
@@ -55,7 +64,8 @@ MISSING: Mapping[str, tuple[str, ...]] = MappingProxyType({
 
 # architectures that call themselves by the model_type of another one -> what is missing
 NAMESAKES: Mapping[str, str] = MappingProxyType({
-    "BailingMoeV2_5ForCausalLM": OTHER_STATES, "BailingMoeLinearV2ForCausalLM": OTHER_STATES,  # Ling 2.5
+    # Ling 2.5 and Ring 2.5; Ring-linear and Ling-linear 2.0, whose kind no class of transformers has
+    **dict.fromkeys(("BailingMoeV2_5ForCausalLM", "BailingMoeLinearV2ForCausalLM", "bailing_moe_linear"), LIGHTNING),
     # of which the encoder alone is read
     **dict.fromkeys(("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model", "MT5ForConditionalGeneration", "MT5Model",
                      "T5ForSequenceClassification", "MT5ForSequenceClassification"), ENCODER_BESIDE),

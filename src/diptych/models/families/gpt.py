@@ -35,7 +35,7 @@ BY_HEAD: dict[str, Any] = {"qkv": ("query_key_value",), "qkv_by_head": True, "o"
 GPT_KIND: tuple[Family, ...] = (
     # projections lie as [inputs, outputs] in its files
     Family(
-        name="gpt2", architectures=("GPT2LMHeadModel",),
+        name="gpt2", architectures=("GPT2LMHeadModel",), more_model_types=("gpt-sw3",),
         keys={**GPT_2, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
         fixed={"add_cross_attention": (False,)},
         renamed=GPT_2_KEYS,

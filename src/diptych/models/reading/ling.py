@@ -7,6 +7,7 @@ from typing import Any
 
 from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.models.config import HfConfig
+from diptych.models.refused import LIGHTNING
 
 OLDER = (
     "group_norm_size",
@@ -22,9 +23,7 @@ def as_ling(raw: dict[str, Any], defaults: Mapping[str, Any], path: str) -> dict
     behind its activation, and up within it. UnsupportedModel for Ling 2.5. LoadError where two keys say different things.
     """
     if any(raw.get(key) for key in OLDER) and not any(key.startswith("kda_") for key in raw):
-        raise UnsupportedModel(
-            f"{path} is that of Ling 2.5, which has a state of another kind (Lightning attention); Ling 3.0 is read"
-        )
+        raise UnsupportedModel(f"{path} is that of Ling 2.5, which is not supported ({LIGHTNING}); Ling 3.0 is read")
     config = HfConfig({**defaults, **raw}, path=path)
     n, first = config.integer("num_hidden_layers"), config.integer("first_k_dense_replace", low=0)
     group = config.integer("full_attention_interval")
