@@ -112,15 +112,16 @@ def make_reranker(path: Path, *, template: str | None = PAIR_TEMPLATE, prompts: 
     return path
 
 
-def make_classifier(path: Path, *, n_labels: int = 1, family: str = "Qwen3") -> Path:
-    """A decoder under a classification head, as transformers saves it."""
+def make_classifier(path: Path, *, n_labels: int = 1, family: str = "Qwen3", name: str | None = None) -> Path:
+    """A decoder under a classification head, as transformers saves it. name: of its class, if not the family's."""
     import transformers
 
     quiet()
     tok = tokenizer()
-    config = make_reference(family.lower(), vocab_size=len(tok), pad_token_id=tok.pad_token_id).config
+    kind = "modernbert-decoder" if family == "ModernBertDecoder" else family.lower()
+    config = make_reference(kind, vocab_size=len(tok), pad_token_id=tok.pad_token_id).config
     config.num_labels = n_labels
-    model = getattr(transformers, f"{family}ForSequenceClassification")(config).eval().float()
+    model = getattr(transformers, f"{name or family}ForSequenceClassification")(config).eval().float()
     enliven(model, 0)
     model.save_pretrained(path)
     tok.save_pretrained(path)

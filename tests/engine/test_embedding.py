@@ -17,6 +17,7 @@ from diptych.compute.ceilings import Ceilings
 from diptych.compute.loading.quant import save_quantised
 from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.compute.pooler import read_head_rows
+from diptych.cost.parameters import parameter_count
 from diptych.engine.engine import Engine
 from diptych.engine.llm import LLM
 from diptych.engine.report import PhaseObserver, phase_report
@@ -25,7 +26,8 @@ from diptych.ground.errors import ConfigError, LoadError, PromptTooLong, Request
 from diptych.ground.events import StepBeginEvent
 from diptych.ground.request import SamplingParams
 from diptych.models.config import HfConfig
-from diptych.models.read import read_model
+from diptych.models.read import load_model_file, read_model
+from diptych.models.stored import check_stored
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of sentence-transformers and what it brings
 
@@ -243,9 +245,13 @@ def test_logit_scores_are_those_of_the_cross_encoder(tmp_path: Path, prompts: di
     assert [one.usage.output_tokens for one in got.prompts] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "GPT2", pytest.param("Llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["Qwen3", "GPT2", "ModernBertDecoder", pytest.param("Llama", marks=pytest.mark.slow)]
+)
 def test_classification_scores_are_those_of_the_cross_encoder(tmp_path: Path, family: str) -> None:
+    """By a number for each label of the last token's state; of Ettin's decoders behind a layer and a norm more."""
     path = make_classifier(tmp_path / "made", family=family)
+    check_stored(path, spec := load_model_file(path), parameter_count(spec))
     want = judge(path).predict(list(zip(QUERIES, TEXTS, strict=True)))
     llm = fp32(path)
     np.testing.assert_allclose(llm.score(QUERIES, TEXTS).scores, want, atol=2e-5)
@@ -253,6 +259,26 @@ def test_classification_scores_are_those_of_the_cross_encoder(tmp_path: Path, fa
         llm.generate("hello")
     with pytest.raises(RequestError, match="scores pairs, and gives no vectors"):
         llm.embed("hello")
+
+
+@pytest.mark.parametrize("pooling", [None, "eos", "mean"])
+def test_a_head_judges_by_what_its_config_says(tmp_path: Path, pooling: str | None) -> None:
+    """North's classes take the mean where the config asks for it, which the last token's state was taken for."""
+    path = make_classifier(tmp_path / "made", family="cohere_compass", name="CohereCompassText")
+    change_file(path / "config.json", pooling=pooling)
+    want = judge(path).predict(list(zip(QUERIES, TEXTS, strict=True)))
+    np.testing.assert_allclose(fp32(path).score(QUERIES, TEXTS).scores, want, atol=2e-5)
+    for said, named in (
+        ("bos", "first token's state, which has seen no other"),
+        ("max", "pooling in .* is 'max'; bos, eos"),
+    ):
+        change_file(path / "config.json", pooling=said)
+        with pytest.raises(UnsupportedModel, match=named):
+            fp32(path)
+
+
+def change_file(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def test_any_causal_model_judges_in_the_words_of_qwen3_reranker(tmp_path: Path) -> None:

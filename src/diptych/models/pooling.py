@@ -24,6 +24,7 @@ from diptych.models.config import MAX_JSON_BYTES, HfConfig, read_json
 from diptych.models.read import family_of
 
 MODULES, PROMPTS, READING = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
+POOLS_OF_COMPASS = {"bos": Pool.FIRST, "eos": Pool.LAST, "mean": Pool.MEAN}
 POOLS = {"cls": Pool.FIRST, "lasttoken": Pool.LAST, "mean": Pool.MEAN}
 # the flags that said it before sentence-transformers 5.4, and the word that says it now
 OLD_POOLS = {
@@ -139,7 +140,7 @@ def read_pooling(directory: Path, config: HfConfig) -> EmbeddingSpec | ScoringSp
         return ScoringSpec(
             token_ids=None if is_classifier else _true_and_false(directory / places["LogitScore"] / "config.json"),
             labels=labels,
-            pool=_judged_pool(config),
+            pool=_judged_pool(config) if is_classifier else Pool.LAST,
             is_sigmoid=(labels is not None and len(labels.names) > 1)
             or _is_sigmoid(directory, config),  # of one number
             reading=reading,
@@ -278,9 +279,15 @@ def _reading(directory: Path) -> Reading:
 
 
 def _judged_pool(config: HfConfig) -> Pool:
-    """The state that a head judges by."""
-    if not family_of(config).is_encoder:
-        return Pool.LAST
+    """The state that a head judges by: of decoders the last token's, but where their class reads another from `pooling`."""
+    family = family_of(config)
+    if not family.is_encoder:
+        said = (config.decoder or config).raw.get("pooling") if "pooling" in family.unread else None
+        if said not in (None, *POOLS_OF_COMPASS):
+            raise UnsupportedModel(f"pooling in {config.path} is {said!r}; {', '.join(POOLS_OF_COMPASS)} are supported")
+        pool = POOLS_OF_COMPASS["eos" if said is None else said]
+        _check_seen(pool, sees_both_ways(config), config.path)
+        return pool
     said = config.raw.get("classifier_pooling", "cls")
     if said not in POOLS:
         raise UnsupportedModel(f"classifier_pooling in {config.path} is {said!r}; {', '.join(POOLS)} are supported")

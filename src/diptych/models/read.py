@@ -115,7 +115,7 @@ def read_model(
         has_norm_bias=_decided(config, family.has_norm_bias),
         has_embedding_norm=family.has_embedding_norm,
         has_embedding_norm_weight=family.has_embedding_norm_weight,
-        has_head_bias=_decided(config, family.has_head_bias),
+        has_head_bias=has_head and _decided(config, family.has_head_bias),
         has_final_norm=family.names.final_norm is not None,
         transforms_head=has_head and family.names.transform is not None,
         computes_positions=family.computes_positions,

@@ -36,7 +36,9 @@ def unused_names(spec: ModelSpec) -> tuple[str, ...]:
     # experts without weights, for which transformers writes gates that nobody reads, and experts of pictures
     identities = (f".experts.{e}." for e in range(n_experts, n_named))
     beside = (*BY_MODEL_TYPE[spec.family].ignored, *(BESIDE_WRAPPED if spec.is_wrapped else ()))
-    scored = () if spec.has_head else ("score.weight",)  # read by who scores (`pooler`)
+    # read by who scores (`pooler`)
+    heads = () if spec.has_head else BY_MODEL_TYPE[spec.family].classifier
+    scored = (f"{name}." for layer in heads for name in (layer.name, layer.norm) if name)
     return (*beside, *of_shared, *left_out, *identities, *scored)
 
 

@@ -379,7 +379,7 @@ DENSE: tuple[Family, ...] = (
         renamed=LAYER_NORM_EPS,
         fixed={"is_causal": (True, None), "norm_type": ("layer_norm", None), "transformer_block_type": ("parallel", None),
                "rope_style": ("split", None)},
-        # what its class does not look at, or another head does
+        # what its class does not look at, or only a head of labels does (`pooling`)
         unread=("sliding_window_pattern", "_sliding_window_pattern", "rope_on_all_layers", "pooling"),
         full_every=1, turns_by_kind=True,
         norms=Norms.PARALLEL,

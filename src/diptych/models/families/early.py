@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from diptych.models.families.family import Family, TensorNames
+from diptych.models.families.family import Family, HeadLayer, TensorNames
 from diptych.models.families.gpt import ALL_BIASES, BY_HEAD, GPT, GPT_2, GPT_2_KEYS, NAMES, NOT_GATED, OF_GPT_2
 from diptych.models.families.shared import BY_ATTENTION_BIAS, FIXED_EPS
+from diptych.models.gates import Activation
 from diptych.models.spec import Norms
 
 AS_IN_FAIRSEQ: dict[str, Any] = {
@@ -23,6 +24,7 @@ NAMES_OF_MODERN_BERT: dict[str, Any] = {
     "attention": "attn", "o": "Wo", "gate_up": ("Wi",), "down": "Wo",
     "norms": {Norms.BEFORE: ("attn_norm", None, "mlp_norm", None),
               Norms.BEFORE_MLP: (None, None, "mlp_norm", None)}}  # fmt: skip
+JUDGED_BY_MODERN_BERT = (HeadLayer("head.dense", Activation.GELU, norm="head.norm"), HeadLayer("classifier"))
 LIKE_MODERN_BERT: dict[str, Any] = {
     "fixed": {"classifier_bias": (False,), "classifier_activation": ("gelu",),
               "causal_mask": (True, None)},
@@ -98,6 +100,7 @@ EARLY: tuple[Family, ...] = (
         keys={**MODERN_BERT, "sliding_window": None, "norm_bias": False},
         has_norm_bias="norm_bias",
         has_head_bias="decoder_bias",
+        classifier=JUDGED_BY_MODERN_BERT,
         names=TensorNames(head="decoder", transform=("lm_head.dense", "lm_head.norm"), **NAMES_OF_MODERN_BERT),
         **LIKE_MODERN_BERT,
     ),

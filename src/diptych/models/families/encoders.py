@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diptych.models.families.early import LIKE_MODERN_BERT, MODERN_BERT, NAMES_OF_MODERN_BERT
+from diptych.models.families.early import JUDGED_BY_MODERN_BERT, LIKE_MODERN_BERT, MODERN_BERT, NAMES_OF_MODERN_BERT
 from diptych.models.families.family import Family, HeadLayer, TensorNames
 from diptych.models.families.gpt import ALL_BIASES, GPT, NOT_GATED
 from diptych.models.families.shared import BY_ATTENTION_BIAS, USUAL
@@ -351,7 +351,7 @@ ENCODERS: tuple[Family, ...] = (
     Family(
         name="modernbert", architectures=_kinds("ModernBert"),
         keys=MODERN_BERT,
-        classifier=(HeadLayer("head.dense", Activation.GELU, norm="head.norm"), HeadLayer("classifier")),
+        classifier=JUDGED_BY_MODERN_BERT,
         names=TensorNames(qkv=("Wqkv",), **NAMES_OF_MODERN_BERT),
         ignored=("decoder.", "head.", "classifier.", "rotary_emb.inv_freq"),
         is_encoder=True,
