@@ -69,6 +69,7 @@ def averager(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("llama", "mean", False, False),
         pytest.param("gemma2", "mean", True, False, marks=pytest.mark.slow),  # a norm with 1 + w
         ("nemotron", "mean", True, False),  # a LayerNorm with 1 + w and a bias; it was taken for a norm without a mean
+        ("gemma4_unified", "mean", True, False),  # pictures alone are seen both ways, and texts were read so, too
         ("granite", "mean", True, False),  # whose stream is kept over a scale, which its epsilon was not
     ],
 )

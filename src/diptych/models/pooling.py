@@ -22,6 +22,7 @@ from diptych.ground.errors import LoadError, UnsupportedModel
 from diptych.ground.request import Pool
 from diptych.models.config import MAX_JSON_BYTES, HfConfig, read_json
 from diptych.models.read import family_of
+from diptych.models.reading.windows import is_both_ways
 
 MODULES, PROMPTS, READING = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
 POOLS_OF_COMPASS = {"bos": Pool.FIRST, "eos": Pool.LAST, "mean": Pool.MEAN}
@@ -204,7 +205,7 @@ def sees_both_ways(config: HfConfig) -> bool:
     raw = config.raw
     inner = config.decoder
     for said in (raw, {} if inner is None else inner.raw):
-        if said.get("is_causal") is False or said.get("use_bidirectional_attention") or said.get("bidirectional"):
+        if said.get("is_causal") is False or is_both_ways(HfConfig(said)) or said.get("bidirectional"):
             return True
     code = raw.get("auto_map")
     if not code or raw.get("is_causal") is True:
