@@ -22,7 +22,7 @@ from diptych.compute.sampling import structured
 from diptych.compute.sampling.sampler import Sampler
 from diptych.compute.sampling.structured import GrammarCompiler
 from diptych.engine.text.tokenizer import Tokenizer
-from diptych.ground.errors import GrammarError, LoadError
+from diptych.ground.errors import CapacityError, GrammarError, LoadError
 from diptych.ground.request import SamplingParams, StructuredSpec
 from diptych.ground.step import SequenceStart
 from schemas import random_object_schema
@@ -549,7 +549,7 @@ def test_a_compile_past_its_time_holds_up_no_other(monkeypatch):
         if sys.platform == "linux":
             assert {os.getpriority(os.PRIO_PROCESS, one.native_id) for one in slow_threads} == {19}
             assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < 19
-        with pytest.raises(GrammarError, match="4 others that took more than"):
+        with pytest.raises(CapacityError, match="4 others that took more than"):
             compiler.compile(spec("grammar", 'start: "one more"'))
         assert compiler.compile(spec("grammar", 'start: "known"'))
     finally:
@@ -558,6 +558,40 @@ def test_a_compile_past_its_time_holds_up_no_other(monkeypatch):
         one.join(60)
     monkeypatch.setattr(structured, "MAX_COMPILE_S", 60.0)
     assert compiler.compile(spec("grammar", 'start: "one more"'))
+    compiler.close()
+
+
+def test_a_grammar_that_was_not_begun_is_not_the_one_that_takes_long(monkeypatch):
+    """It was told to become simpler, whatever it was, where two others had the places."""
+    is_over, n_begun = threading.Event(), threading.Semaphore(0)
+
+    def wait(tokenizer, grammar):
+        n_begun.release()
+        is_over.wait(60)
+        raise GrammarError("slow")
+
+    monkeypatch.setattr(structured, "_compile", wait)
+    compiler = GrammarCompiler(Tokenizer(TOKENIZER, {}, EOS), WIDTH)
+    compiler._ll_tokenizer()
+
+    def slow(number):
+        with contextlib.suppress(GrammarError):
+            compiler.compile(spec("grammar", f'start: "slow{number}"'))
+
+    monkeypatch.setattr(structured, "MAX_COMPILE_S", 60.0)
+    others = [threading.Thread(target=slow, args=(number,)) for number in range(2)]
+    for one in others:
+        one.start()
+    try:
+        for _ in others:
+            assert n_begun.acquire(timeout=60)
+        monkeypatch.setattr(structured, "MAX_COMPILE_S", 0.05)
+        with pytest.raises(CapacityError, match="others are, and none of them ended"):
+            compiler.compile(spec("grammar", 'start: "simple"'))
+    finally:
+        is_over.set()
+    for one in others:
+        one.join(60)
     compiler.close()
 
 

@@ -16,6 +16,10 @@ _IDLE_NICE = 19
 _STACK_LOCK = threading.Lock()  # the size is of all threads that are begun meanwhile
 
 
+class NoPlaceError(TimeoutError):
+    """A work was not begun in its time: others had all places."""
+
+
 class DeepThreads:
     """Runs so many works at once, each on a thread of its own with stack_bytes, of which only what is used takes memory.
 
@@ -35,9 +39,11 @@ class DeepThreads:
         return len(self._left)
 
     def run(self, work: Callable[[], Answer], *, timeout_s: float) -> Answer:
-        """What `work` returns or raises. Raises TimeoutError where it has no place, or no end, within timeout_s each."""
+        """What `work` returns or raises. Raises NoPlaceError where it has no place, TimeoutError where it has no end, within
+        timeout_s each.
+        """
         if not self._places.acquire(timeout=timeout_s):
-            raise TimeoutError
+            raise NoPlaceError
         job: Future[Answer] = Future()
         try:
             thread = self._begun(work, job)

@@ -32,11 +32,11 @@ import llguidance
 import numpy as np
 import tokenizers
 
-from diptych.compute.sampling.deep_threads import DeepThreads
+from diptych.compute.sampling.deep_threads import DeepThreads, NoPlaceError
 from diptych.compute.sampling.json_schema import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH, holdable
 from diptych.compute.sampling.lark_terminals import check_terminals
 from diptych.compute.sampling.schema_numbers import check_multiples, check_numbers
-from diptych.ground.errors import GrammarError, InternalError, LoadError
+from diptych.ground.errors import CapacityError, GrammarError, InternalError, LoadError
 from diptych.ground.request import FreeReasoning, StructuredSpec
 
 MAX_REGEX_BYTES = 4 * 1024
@@ -46,6 +46,7 @@ KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 
 _MAX_CACHED = 256
 _MAX_LEFT = 4  # compiles past their time, which nothing can end
+_LATER = "try again later; grammars that are in use are known"
 _QUICK_TOKENS = 16_384  # a mask over so few takes 5 to 15 us, and 30 by another thread
 # Whitespace between JSON tokens is free but bounded: an unbounded run is where weak models get lost.
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\t]{0,32}"}
@@ -147,7 +148,8 @@ class GrammarCompiler:
     def compile(self, spec: StructuredSpec) -> CompiledGrammar:
         """The grammar of `spec`, from the cache or compiled now by a worker thread.
 
-        Raises GrammarError when it is over a bound, wrong, or not compiled within MAX_COMPILE_S.
+        Raises GrammarError when it is over a bound, wrong, or not compiled within MAX_COMPILE_S, CapacityError when others that
+        are compiled leave it no place.
         """
         with self._lock:
             known = self._in_use.get(spec)
@@ -175,13 +177,17 @@ class GrammarCompiler:
             grammar = partial(_after_reasoning, grammar, spec.reasoning, self._vocabulary)
         tokenizer = self._ll_tokenizer()  # about a second for a large vocabulary, once; not the client's time
         if self._compiles.n_left >= _MAX_LEFT:
-            raise GrammarError(
+            raise CapacityError(
                 f"{spec.kind} is not compiled now: {_MAX_LEFT} others that took more than {MAX_COMPILE_S:g} s still are",
-                hint="try again later; grammars that are in use are known",
-                param=spec.kind,
+                hint=_LATER,
             )
         try:
             return self._compiles.run(partial(_compile, tokenizer, grammar), timeout_s=MAX_COMPILE_S)
+        except NoPlaceError:
+            raise CapacityError(
+                f"{spec.kind} is not compiled now: others are, and none of them ended in {MAX_COMPILE_S:g} s",
+                hint=_LATER,
+            ) from None
         except TimeoutError:
             raise GrammarError(
                 f"{spec.kind} took more than {MAX_COMPILE_S:g} s to compile", hint="simplify it", param=spec.kind
