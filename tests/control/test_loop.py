@@ -558,6 +558,22 @@ def test_a_prompt_read_for_its_state_is_never_decoded():
         core.submit(request(prompt=32, max_tokens=1, request_id="answered"))
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_where_no_token_is_asked_for_none_is_written(n):
+    """One was, and whoever counted it had to know that nobody had asked for it."""
+    core, executor = make(n_blocks=8, max_step_tokens=5, max_context_tokens=32)
+    core.submit(request(prompt=32, max_tokens=0, n=n))  # no room is left for an answer
+    events = run(core, executor)
+    assert texts(events) == {}
+    ends = [event for event in events if isinstance(event, FinishEvent)]
+    assert [(one.index, one.reason, one.output_tokens) for one in ends] == [
+        (i, FinishReason.LENGTH, 0) for i in range(n)
+    ]
+    assert not [event for event in events if isinstance(event, StateEvent)]
+    assert core.stats().blocks_in_use == 0
+    core.check()
+
+
 def test_a_mean_is_taken_of_computed_tokens_only():
     """A token found in the cache has no state, so only what stands before the mean may come from there."""
     core, executor = make(n_blocks=32, max_step_tokens=64, max_context_tokens=64)

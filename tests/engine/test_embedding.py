@@ -376,7 +376,7 @@ def test_report_of_an_embedding_has_one_phase() -> None:
     assert report.decode is None
     assert report.prefill.tokens == one.usage.prompt_tokens > 16
     table = report.table()
-    assert "state after" in table
+    assert "read after" in table
     assert "no decode" in table
     assert "TTFT" not in table
 

@@ -80,8 +80,8 @@ def test_bounds_hold_at_both_ends(name: str) -> None:
 
 def test_limits_are_written_in_full() -> None:
     """A message said "between 1 and 2.14748e+09"."""
-    with pytest.raises(BadSampling, match="between 1 and 2147483647"):
-        SamplingParams(max_tokens=0)
+    with pytest.raises(BadSampling, match="between 0 and 2147483647"):
+        SamplingParams(max_tokens=-1)
 
 
 @pytest.mark.parametrize("name", [one.name for one in fields(SamplingParams)])

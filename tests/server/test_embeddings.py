@@ -423,6 +423,6 @@ def test_what_if_replays_minutes_in_which_texts_were_embedded(embedding: ServerP
         )
         refused = http.get("/v1/requests/embd-read/what-if")
         assert refused.status_code == 404
-        assert "an embedding or a score never has one" in refused.json()["error"]["message"]
+        assert "an embedding, a score or a prompt alone never has one" in refused.json()["error"]["message"]
         told = http.get("/v1/requests/cmpl-wrote/what-if")
         assert told.status_code == 200, told.text

@@ -130,6 +130,22 @@ def test_a_simulation_takes_it(recorded: tuple[Path, list[str]], capsys: pytest.
     assert found["prefix_hit_tokens"] == sum(one["cached_tokens"] for one in entries if one)
 
 
+def test_a_prompt_alone_has_no_output_there(tmp_path: Path) -> None:
+    """It had the token that the engine wrote all the same."""
+    path = tmp_path / "alone.jsonl"
+    with ServerProcess("--record", str(path), "--kv-memory-bytes", "33554432") as server:
+        body = {"prompt": TEXT, "max_tokens": 0, "echo": True, "logprobs": 1, "n": 2}
+        name = server.client().post("/v1/completions", json=body).raise_for_status().json()["id"]
+        server.check_balance()
+        assert server.stop()[0] == 0
+    entries = [line["request"] for line in map(json.loads, path.read_text("utf-8").splitlines()) if "request" in line]
+    (alone,) = entries
+    assert (alone["max_tokens"], alone["output_tokens"], alone["seen"]["ttft_s"]) == (0, [0, 0], None)
+    assert journal_load(path).n_requests == 2
+    minutes, target = journal_minutes(path, name)
+    assert [(past.request.request_id, past.request.only_reads) for past in minutes.requests] == [(target, True)]
+
+
 def test_what_if_takes_it(recorded: tuple[Path, list[str]]) -> None:
     path, names = recorded
     found = answer_of(path, names[1])

@@ -62,8 +62,19 @@ def test_a_prompt_alone_has_an_account_without_output(http: httpx.Client, stream
     assert (told["usage"]["completion_tokens"], told["timings"]["predicted_n"]) == (0, 0)
     for one in told["timings"]["diptych"]["prompts"]:
         assert (one["predicted_n"], one["diptych"]["answer_n"]) == (0, 0)
+    timelines = http.get(f"/v1/requests/{told['id']}/timeline").json()["prompts"]
+    assert [one["tokens_ms"] for one in timelines] == [{}, {}], "it stood there, too"
     single = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 0, "echo": True}).json()
     check_account(single)
+
+
+def test_a_prompt_alone_may_fill_the_context(http: httpx.Client) -> None:
+    """Nothing follows it, and yet room for a token had to be left."""
+    body = {"prompt": [77] * 4096, "max_tokens": 0, "echo": True, "logprobs": 0}
+    answer = http.post("/v1/completions", json=body).json()
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == 4096
+    assert len(answer["choices"][0]["logprobs"]["tokens"]) == 4096
+    assert http.post("/v1/completions", json=body | {"prompt": [77] * 4097}).status_code == 400
 
 
 def test_metrics_count_no_token_where_none_was_asked_for(server: ServerProcess, http: httpx.Client) -> None:

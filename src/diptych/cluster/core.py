@@ -422,7 +422,7 @@ class ClusterCore:
             return
         hand_off = one.hand_off()
         # a state is drawn of the prompt itself, all of it
-        is_read_here = one.request.pooling is not None or one.request.sampling.prompt_logprobs is not None
+        is_read_here = one.request.only_reads or one.request.sampling.prompt_logprobs is not None
         may_part = hand_off.shares_prompt and not is_read_here
         known = hand_off.known_token_ids
         route = self._router.choose(replace(one.sent, prompt_token_ids=known), may_part=may_part)

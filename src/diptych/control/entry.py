@@ -17,12 +17,12 @@ def check_prompt(
 ) -> None:
     """Raise RequestError for an empty prompt, PromptTooLong where it and one token of an answer exceed context or pool.
 
-    Where a state is wanted and no answer, the prompt may fill both; one that is read whole must fit into a step.
+    Where no answer is wanted, the prompt may fill both; one that is read whole must fit into a step.
     """
     prompt_tokens, pool_tokens = len(request.prompt_token_ids), n_blocks * block_tokens
     if prompt_tokens == 0:
         raise RequestError("prompt has 0 tokens; at least 1 is needed", param="prompt")
-    left, why = (0, "") if request.pooling is not None else (1, ", one being left for the answer")
+    left, why = (0, "") if request.only_reads else (1, ", one being left for the answer")
     if prompt_tokens + left > max_context_tokens:
         raise PromptTooLong(
             f"prompt has {prompt_tokens} tokens; a context of {max_context_tokens} takes at most "

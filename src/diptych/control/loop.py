@@ -447,9 +447,11 @@ class EngineCore:
         events = self._prompt_logprobs(seq, chunk, result, now_s)
         if not result.token_ids:
             self._scheduler.register_computed(seq)
-            if seq.request.pooling is not None and seq.computed_tokens == seq.known_tokens:
-                events.append(StateEvent(seq.request.request_id, now_s, step_id, result.state))
-                events.append(self._books.end(seq, now_s, FinishReason.STOP))
+            if seq.request.only_reads and seq.computed_tokens == seq.known_tokens:
+                is_pooled = seq.request.pooling is not None
+                if is_pooled:
+                    events.append(StateEvent(seq.request.request_id, now_s, step_id, result.state))
+                events.append(self._books.end(seq, now_s, FinishReason.STOP if is_pooled else FinishReason.LENGTH))
                 self._books.forget_if_over(seq.request.request_id)
             return events
         if seq.status is Status.PREFILL:
@@ -464,17 +466,8 @@ class EngineCore:
         n_drafted = len(chunk.token_ids) - 1 if chunk.phase is Phase.DECODE else 0
         for k, token_id in enumerate(result.token_ids):
             seq.token_ids.append(token_id)
-            events.append(
-                TokenEvent(
-                    request_id=seq.request.request_id,
-                    index=seq.index,
-                    at_s=now_s,
-                    token_id=token_id,
-                    position=seq.output_tokens - 1,
-                    step_id=step_id,
-                    logprobs=result.logprobs[k] if result.logprobs else None,
-                )
-            )
+            n, logprobs = seq.output_tokens, result.logprobs[k] if result.logprobs else None
+            events.append(TokenEvent(seq.request.request_id, seq.index, now_s, token_id, n - 1, step_id, logprobs))
             is_last = k == n_accepted
             reason, stop_token_id = seq.stop_after(token_id, is_complete=is_last and result.is_complete)
             if reason is not None:

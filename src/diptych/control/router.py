@@ -158,7 +158,7 @@ class Router:
         self._digests = []
         prompt_tokens = len(request.prompt_token_ids)
         n = request.sampling.n
-        output_tokens = 0 if request.pooling is not None else self._usual_answer * n
+        output_tokens = 0 if request.only_reads else self._usual_answer * n
         decoder, read_us = self._best(request, self._of(self._decoders), turn)
         reader = decoder
         readers = self._of(self._readers)

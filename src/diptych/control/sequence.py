@@ -128,7 +128,7 @@ class Sequence:
 
     def samples_at(self, end: int) -> bool:
         """Whether a prefill chunk that ends there draws a token."""
-        return end == len(self.token_ids) and self.request.pooling is None
+        return end == len(self.token_ids) and not self.request.only_reads
 
     def stop_after(self, token_id: int, *, is_complete: bool) -> tuple[FinishReason | None, int | None]:
         """Why it ends with this token, if it does, and the stop token that says so. is_complete: its grammar takes no more."""

@@ -104,8 +104,8 @@ class PhaseReport:
         lines += [_row_line(row) for row in rows]
         lines += [f"  {phase}: {words} (diptych lab calibrate)" for phase, words in self.faster_backends.items()]
         lines += [f"  {row.phase} above 100%: {ABOVE[row.bound]}" for row in rows if row.fraction_of_ceiling > 1.0]
-        is_state = not (self.usage.output_tokens or self.usage.remaining_tokens)  # else it was cut off before a token
-        name, end = ("state after", "pooling") if is_state else ("TTFT", "first token")
+        only_reads = not (self.usage.output_tokens or self.usage.remaining_tokens)  # else it was cut off before a token
+        name, end = ("read after", "its end") if only_reads else ("TTFT", "first token")
         parts = {"queue": self.queue_s, "prefill": self.prefill_s, end: self.first_token_s}
         start = ""
         if self.load_s is not None:
@@ -114,8 +114,8 @@ class PhaseReport:
             f"  {name} {_ms(sum(parts.values()))}{start} = "
             + " + ".join(f"{part} {_ms(s)}" for part, s in parts.items())
         )
-        if is_state:
-            lines.append("  no decode: the prompt was read for its state, and nothing was written")
+        if only_reads:
+            lines.append("  no decode: the prompt was read, and nothing was written")
         if self.itl_p50_s is not None and self.itl_p99_s is not None:
             lines.append(f"  between tokens p50 {_ms(self.itl_p50_s)}, p99 {_ms(self.itl_p99_s)}")
         usage = self.usage

@@ -30,7 +30,7 @@ GREEDY_BELOW_TEMPERATURE = 1e-5  # the likeliest token would be drawn anyway, an
 # every number of a request; a field that is not here is a flag, a text or a list
 BOUNDS: Mapping[str, Bound] = MappingProxyType(
     {
-        "max_tokens": Bound(int, 1, 2**31 - 1, "most tokens to write"),
+        "max_tokens": Bound(int, 0, 2**31 - 1, "most tokens to write (0: the prompt is read, and nothing is written)"),
         "min_tokens": Bound(int, 0, 2**31 - 1, "tokens to write before the text may end"),
         "temperature": Bound(float, 0.0, 100.0, "0 is greedy"),
         "top_k": Bound(int, 1, 2**31 - 1, "keep the k likeliest tokens", is_optional=True),
@@ -290,6 +290,11 @@ class Request:
         object.__setattr__(self, "priority", BOUNDS["priority"].take("priority", self.priority, RequestError))
         object.__setattr__(self, "arrival_s", _ARRIVAL.take("arrival_s", self.arrival_s, RequestError))
         object.__setattr__(self, "prompt_token_ids", entries("prompt", self.prompt_token_ids, RequestError))
+
+    @property
+    def only_reads(self) -> bool:
+        """Whether no token is wanted: a state, or what the model says of the prompt itself."""
+        return self.pooling is not None or self.sampling.max_tokens == 0
 
     @property
     def cache_scope(self) -> CacheScope:

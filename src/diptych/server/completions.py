@@ -5,8 +5,8 @@ Owns the shape of the answer and of its stream; what a request goes through is i
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -56,12 +56,7 @@ class CompletionAnswer:
     def __init__(self, generation: Generation, body: CompletionBody, *, arrival_s: float) -> None:
         self._generation = generation
         self._body = body
-        # lm-eval asks for no output at all, only for the prompt's log-probabilities
-        self._is_prompt_only = body.asked_tokens[0] == 0 and bool(body.echo)
-        self._asked = replace(
-            asked(generation, body, prefix="cmpl-", arrival_s=arrival_s, constraint=constraint_field(body)),
-            is_prompt_alone=self._is_prompt_only,
-        )
+        self._asked = asked(generation, body, prefix="cmpl-", arrival_s=arrival_s, constraint=constraint_field(body))
         self._created = int(wall_time_s())
         self._echoes: list[str] = []
         self.opened: list[OpenedRequest] = []
@@ -70,7 +65,7 @@ class CompletionAnswer:
     async def start(self) -> None:
         """Tokenise, admit and submit. Raises ApiError or EngineError; then nothing is left open."""
         body, generation = self._body, self._generation
-        if body.asked_tokens[0] == 0 and not self._is_prompt_only:
+        if body.asked_tokens[0] == 0 and not body.echo:  # lm-eval asks for the prompt's log-probabilities alone
             raise ApiError(400, "max_tokens is 0; it must be at least 1 (0 only with echo)", param="max_tokens")
         n_choices = len(body.prompt) * (body.n or 1)
         if n_choices > MAX_PROMPTS * 4:
@@ -112,7 +107,7 @@ class CompletionAnswer:
     async def answer(self) -> dict[str, Any]:
         """The whole answer."""
         choices = self._new_choices()
-        async for steps in self._asked_for():
+        async for steps in self._started:
             for step in steps:
                 self._add(choices[step.prompt * self._n + step.index], step)
 
@@ -133,7 +128,7 @@ class CompletionAnswer:
         try:
             async for told in self._started.progress():
                 yield event(self._frame([]) | {"prompt_progress": told.json()})
-            async for steps in self._asked_for():
+            async for steps in self._started:
                 for step in steps:
                     number = step.prompt * self._n + step.index
                     n_open -= step.finish_reason is not None
@@ -160,16 +155,6 @@ class CompletionAnswer:
     def _started(self) -> WatchedSteps:
         assert self._steps is not None, "not started"
         return self._steps
-
-    async def _asked_for(self) -> AsyncIterator[list[StepDelta]]:
-        """The steps, without the one token that the engine writes where none is asked for."""
-        async for steps in self._started:
-            if self._is_prompt_only:
-                for step in steps:
-                    step.text, step.token_ids, step.logprobs, step.stop_reason = "", [], [], None
-                    if step.finish_reason is FinishReason.STOP:
-                        step.finish_reason = FinishReason.LENGTH
-            yield steps
 
     @property
     def _n(self) -> int:
@@ -284,6 +269,4 @@ class CompletionAnswer:
     def _accounts(self) -> dict[str, Any]:
         accountant = self._generation.accountant
         accounts = [accountant.account(one.handle) for one in self.opened]
-        if self._is_prompt_only:
-            accounts = [replace(one, usage=replace(one.usage, output_tokens=0)) for one in accounts]
         return {"usage": accountant.usage(accounts), "timings": accountant.timings(accounts)}

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from diptych.engine.adapters import Adapters
@@ -104,7 +104,7 @@ class Generation:
                 code="context_length_exceeded",
             )
         wanted = asked_tokens if asked_tokens is not None else default
-        return max(1, room if wanted is None else min(wanted, room))
+        return 0 if wanted == 0 else max(1, room if wanted is None else min(wanted, room))
 
 
 @dataclass(slots=True)
@@ -213,7 +213,6 @@ class Asked:
     arrival_s: float
     constraint: str | None  # the field that a constraint on the output comes from
     trace_parent: Mapping[str, str] = field(default_factory=dict)  # see `engine.spans`
-    is_prompt_alone: bool = False  # no token is asked for
 
 
 def asked(
@@ -257,14 +256,13 @@ async def open_requests(
                 tokens = len(prompt.token_ids) if isinstance(prompt, RenderedPrompt) else len(prompt)
                 if follow is not None:
                     follow(request_id, tokens)
-                alone = desk.telemetry.told_alone(request_id) if asked.is_prompt_alone else nullcontext()
                 # all of a body or none: with more prompts than places, the last would be refused on an idle server too
                 admitted = (
                     desk.admission.enter(request_id, tokens)
                     if number
                     else desk.admit(request_id, tokens, n_requests=len(prompts))
                 )
-                with admitted, alone, _span_of(desk, asked) as span:
+                with admitted, _span_of(desk, asked) as span:
                     handle = await desk.engine.generate(
                         prompt,
                         params,

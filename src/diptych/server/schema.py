@@ -299,8 +299,8 @@ class SamplingBody(RequestBody):
 class GenerationBody(SamplingBody):
     """Fields that both of OpenAI's older generation routes share."""
 
-    max_tokens: Whole | None = bounded("max_tokens")
-    max_completion_tokens: Whole | None = bounded("max_tokens")
+    max_tokens: Whole | None = bounded("max_tokens", low=1)
+    max_completion_tokens: Whole | None = bounded("max_tokens", low=1)
     n: Whole | None = bounded("n")
     best_of: Whole | None = bounded("n")
     suffix: str | None = Field(None, max_length=0)
@@ -368,7 +368,7 @@ class CompletionBody(GenerationBody):
     }  # what the other route honours, and this one cannot
 
     prompt: Prompts
-    max_tokens: Whole | None = bounded("max_tokens", low=0)  # none where the prompt is echoed alone
+    max_tokens: Whole | None = bounded("max_tokens")  # 0 where the prompt is echoed alone
     logprobs: Whole | None = bounded("logprobs")
     echo: bool | None = None
     add_special_tokens: bool | None = None

@@ -239,7 +239,7 @@ class Counterfactual:
         if self.target.seen.ttft_s is None:
             raise ConfigError(
                 f"request {request_id[:100]!r} has no token yet",
-                hint="ask again when it has; an embedding or a score never has one",
+                hint="ask again when it has; an embedding, a score or a prompt alone never has one",
             )
         if len(minutes.steps) < LEAST_STEPS:
             raise ConfigError(

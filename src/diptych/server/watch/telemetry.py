@@ -10,8 +10,7 @@ field is written by one of the two only, so nothing is locked. Durations come fr
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from diptych.ground.events import (
@@ -129,8 +128,6 @@ class Telemetry:
         }
         self.reasoning_tokens = 0
         self.loop_lag_s = LiveHistogram(LAG_EDGES_S)
-        self.prompts_alone: set[str] = set()  # requests on the way to the engine that ask for no token
-        self._unasked: set[str] = set()  # those of them that it took: the one token that it writes is nobody's
         self._handlers: dict[type, Callable[[Any], None]] = {
             ArrivalEvent: self._on_arrival,
             ScheduledEvent: self._on_scheduled,
@@ -158,19 +155,7 @@ class Telemetry:
 
     def on_taken(self, request: Request) -> None:
         """Count what a request asks for. Called on the engine's thread."""
-        is_alone = request.request_id in self.prompts_alone
-        if is_alone:
-            self._unasked.add(request.request_id)
-        self.request_max_tokens.add(0 if is_alone else request.sampling.max_tokens)
-
-    @contextmanager
-    def told_alone(self, request_id: str) -> Iterator[None]:
-        """While a request comes to the engine that wants its prompt weighed and no token. Used on the event loop."""
-        self.prompts_alone.add(request_id)
-        try:
-            yield
-        finally:
-            self.prompts_alone.discard(request_id)
+        self.request_max_tokens.add(request.sampling.max_tokens)
 
     def on_finished(
         self,
@@ -248,8 +233,6 @@ class Telemetry:
         self.preemptions += 1
 
     def _on_token(self, event: TokenEvent) -> None:
-        if event.request_id in self._unasked:
-            return
         self.output_tokens += 1
         record = self.records.get(event.request_id)
         if record is None:
@@ -279,12 +262,9 @@ class Telemetry:
         self.unread_tokens -= usage.remaining_tokens
         self.dropped_tokens += usage.remaining_tokens
         self.request_prompt_tokens.add(usage.prompt_tokens)
-        is_unasked = request_id in self._unasked
-        self._unasked.discard(request_id)
-        self.request_output_tokens.add(0 if is_unasked else usage.output_tokens)
+        self.request_output_tokens.add(usage.output_tokens)
         self.outcomes[_outcome(record.reasons)] += 1
-        longest = 0 if is_unasked else max(len(choice.token_times_s) for choice in record.choices.values())
-        self.request_longest_tokens.add(longest)
+        self.request_longest_tokens.add(max(len(choice.token_times_s) for choice in record.choices.values()))
         for listener in self.on_record:
             listener(record)
 
