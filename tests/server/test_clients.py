@@ -292,6 +292,10 @@ def test_a_forced_tool_call_is_always_a_valid_call(server: ServerProcess, choice
             name += part.function.name or ""
             text += part.function.arguments or ""
     assert (name, text) == (call.function.name, call.function.arguments)
+    with client.chat.completions.stream(**arguments) as stream:  # type: ignore[arg-type]
+        pieces = [one.arguments_delta for one in stream if one.type == "tool_calls.function.arguments.delta"]
+        (kept,) = stream.get_final_completion().choices[0].message.tool_calls or ()
+    assert kept.function.arguments == "".join(pieces) == call.function.arguments, "it lost what came with the name"
     history = [
         *arguments["messages"],  # type: ignore[misc]
         {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},

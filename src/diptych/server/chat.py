@@ -186,8 +186,12 @@ def message(choice: ChoiceParts) -> dict[str, Any]:
 
 
 def delta_json(parts: Sequence[Part]) -> dict[str, Any]:
-    """The `delta` of a stream chunk; a step without text yet has empty content."""
+    """The `delta` of a stream chunk; a step without text yet has empty content.
+
+    A call stands in it once: OpenAI's client keeps the list of the first chunk as it is, and adds to its first entry.
+    """
     shown: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
     for part in parts:
         match part:
             case ThinkingPart(text):
@@ -195,7 +199,13 @@ def delta_json(parts: Sequence[Part]) -> dict[str, Any]:
             case TextPart(text):
                 shown["content"] = shown.get("content", "") + text
             case ToolCallDelta():
-                shown.setdefault("tool_calls", []).append(_call_delta(part))
+                begun = calls.get(part.index)
+                if begun is None:
+                    calls[part.index] = _call_delta(part)
+                else:
+                    begun["function"]["arguments"] += part.arguments
+    if calls:
+        shown["tool_calls"] = list(calls.values())
     return shown or {"content": ""}
 
 
