@@ -305,6 +305,47 @@ def test_a_forced_tool_call_is_always_a_valid_call(server: ServerProcess, choice
     assert after.usage is not None
 
 
+def test_a_form_of_the_answer_is_no_matter_of_a_forced_call(http: httpx.Client) -> None:
+    """Libraries send both, as instructor does with Responses, and OpenAI takes them; here it was a 400."""
+    schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+    function = TOOLS[0]["function"]
+    form = {"type": "json_schema", "name": "a", "schema": schema}
+    asked: dict[str, dict[str, object]] = {
+        "/v1/chat/completions": {
+            "messages": [{"role": "user", "content": "Time?"}],
+            "tools": TOOLS,
+            "tool_choice": "required",
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+        },
+        "/v1/responses": {
+            "input": "Time?",
+            "tools": [{"type": "function", **function}],  # type: ignore[dict-item]
+            "tool_choice": {"type": "function", "name": "get_time"},
+            "text": {"format": form},
+        },
+        "/v1/messages": {
+            "messages": [{"role": "user", "content": "Time?"}],
+            "max_tokens": 90,
+            "tools": [{"name": "get_time", "input_schema": function["parameters"]}],  # type: ignore[index]
+            "tool_choice": {"type": "any"},
+            "output_config": {"format": {"type": "json_schema", "schema": schema}},
+        },
+    }
+    told = {}
+    for path, body in asked.items():
+        answer = http.post(path, json={"model": MODEL, "temperature": 0, **body})
+        assert answer.status_code == 200, answer.text
+        told[path] = answer.json()
+    assert told["/v1/chat/completions"]["choices"][0]["finish_reason"] == "tool_calls"
+    assert [one["type"] for one in told["/v1/responses"]["output"]] == ["function_call"]
+    assert told["/v1/messages"]["stop_reason"] == "tool_use"
+    body = asked["/v1/chat/completions"]
+    del body["response_format"]
+    refused = http.post("/v1/chat/completions", json={"model": MODEL, "structured_outputs": {"regex": "[ab]"}, **body})
+    assert refused.status_code == 400
+    assert "a forced tool_choice and a regex exclude each other" in refused.json()["error"]["message"]
+
+
 def test_thinking_goes_to_reasoning_content_and_is_counted_apart(http: httpx.Client) -> None:
     body = {
         "messages": [{"role": "user", "content": "What is 3 + 4?"}],

@@ -158,16 +158,19 @@ class Turn:
     def _constraint(self) -> StructuredSpec | None:
         """The one constraint on the output: asked for as such, a forced call, or calls that must fit.
 
-        JSON is asked of the answer; a model that may call a tool before it still may.
+        JSON is asked of the answer; a model that may call a tool before it still may, and one that must writes no answer.
         """
         spec, use = self._request.structured, self._request.tool_use
         is_json = spec is not None and spec.kind in ("json_schema", "json_object")
         may_call = bool(use.tools) and (is_json or (spec is None and use.is_strict)) and not self._request.continues
         if not use.must_call and not may_call:
             return spec
-        if use.must_call and spec is not None:
+        if use.must_call and spec is not None and not is_json:
             raise ApiError(
-                400, "a forced tool_choice and another constraint on the output exclude each other", param="tool_choice"
+                400,
+                f"a forced tool_choice and a {spec.kind} exclude each other: it would hold for the calls, too",
+                param="tool_choice",
+                code="invalid_value",
             )
         tokenizer, form = self._generation.reader.tokenizer, self._dialect.form
         stops = frozenset(tokenizer.token(token_id) or "" for token_id in tokenizer.eos_token_ids) - {""}
