@@ -43,6 +43,8 @@ class RequestHandle:
         self._held: OutputDelta | None = None  # taken from the queue, and of a later step
         self._is_read = False
         self._open_choices = request.sampling.n
+        self.reasons: dict[int, FinishReason] = {}  # of each choice that is over, read or not
+        self._is_over = asyncio.Event()
 
     @property
     def request_id(self) -> str:
@@ -72,6 +74,14 @@ class RequestHandle:
     def put(self, delta: OutputDelta) -> None:
         """Called on the event loop."""
         self._queue.put_nowait(delta)
+        if delta.finish_reason is not None:
+            self.reasons[delta.index] = delta.finish_reason
+            if len(self.reasons) == self.request.sampling.n:
+                self._is_over.set()
+
+    async def over(self) -> None:
+        """Until every choice is, whoever reads, or has stopped to: the record is final then."""
+        await self._is_over.wait()
 
     def __aiter__(self) -> AsyncIterator[OutputDelta]:
         return self._deltas()

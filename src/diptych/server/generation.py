@@ -184,8 +184,10 @@ class OpenedRequest:
         self._desk.spawn(self._drain())
 
     async def _drain(self) -> None:
-        async for group in self.handle.steps():
-            self._merge(group)
+        # what was read of it last may not be closed yet, and would be its reader still: of a stream that was being sent, or of
+        # several prompts
+        await self.handle.over()
+        self.reasons = dict(self.handle.reasons)
         self._count()
 
     def _count(self) -> None:

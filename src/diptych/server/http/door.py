@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from diptych.ground.bounds import lone_surrogate
 from diptych.server.http.bases import Body
@@ -66,6 +66,7 @@ class BoundedHeaders(HttpToolsProtocol):
     _in_headers = True
     _deadline: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
+    _running: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the clock for the first request's headers."""
@@ -73,10 +74,17 @@ class BoundedHeaders(HttpToolsProtocol):
         self._start_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clocks."""
+        """Stop the clocks, and tell who answers. uvicorn tells the request that came last, which may wait behind that one."""
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
         self._stop_clock()
         self._stop_waiting()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def pause_writing(self) -> None:
         """The client does not read as fast as it is sent to: it has so long to take what waits, of whichever answer."""
