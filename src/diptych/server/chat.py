@@ -83,7 +83,7 @@ class ChatAnswer(TurnShape):
         return whole | self._accounts()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Events: one per step and choice, usage and timings on the last, then [DONE]."""
+        """Events: one per step and choice, or as many as `by_chunk` says; usage and timings on the last, then [DONE]."""
         turn, options = self._started, self._body.stream_options
         n_open, n_made = len(turn.choices), 0
         includes_usage = options is not None and bool(options.include_usage)
@@ -94,7 +94,10 @@ class ChatAnswer(TurnShape):
             """OpenAI's first chunk of a choice says who speaks and nothing else; many clients read no text from it."""
             message = {} if index in begun else {"role": "assistant", "content": ""}
             begun.add(index)
-            choice = {"index": index, "delta": message, "logprobs": None, "finish_reason": None}
+            return plain(index, message)
+
+        def plain(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+            choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
             usage = running_usage(len(turn.prompt_token_ids), n_made) if counts_usage else {}
             return self._frame("chat.completion.chunk", [choice]) | usage
 
@@ -105,8 +108,11 @@ class ChatAnswer(TurnShape):
                 for delta in deltas:
                     if delta.index not in begun:
                         yield event(role(delta.index))
+                    *before, parts = by_chunk(delta.parts)
+                    for some in before:
+                        yield event(plain(delta.index, delta_json(some)))
                     n_open -= delta.finish is not None
-                    data = self._frame("chat.completion.chunk", [self._part(delta)])
+                    data = self._frame("chat.completion.chunk", [self._part(delta, parts)])
                     n_made += len(delta.token_ids)
                     if counts_usage:
                         data |= running_usage(len(turn.prompt_token_ids), n_made)
@@ -133,10 +139,10 @@ class ChatAnswer(TurnShape):
             shown["token_ids"] = choice.token_ids
         return shown
 
-    def _part(self, delta: TurnDelta) -> dict[str, Any]:
+    def _part(self, delta: TurnDelta, parts: Sequence[Part]) -> dict[str, Any]:
         shown: dict[str, Any] = {
             "index": delta.index,
-            "delta": delta_json(delta.parts),
+            "delta": delta_json(parts),
             "logprobs": {"content": logprobs_json(self._tokenizer, delta.logprobs)} if self._body.logprobs else None,
             "finish_reason": finish_word(delta.finish),
         }
@@ -186,12 +192,8 @@ def message(choice: ChoiceParts) -> dict[str, Any]:
 
 
 def delta_json(parts: Sequence[Part]) -> dict[str, Any]:
-    """The `delta` of a stream chunk; a step without text yet has empty content.
-
-    A call stands in it once: OpenAI's client keeps the list of the first chunk as it is, and adds to its first entry.
-    """
+    """The `delta` of a stream chunk; a step without text yet has empty content."""
     shown: dict[str, Any] = {}
-    calls: dict[int, dict[str, Any]] = {}
     for part in parts:
         match part:
             case ThinkingPart(text):
@@ -199,14 +201,24 @@ def delta_json(parts: Sequence[Part]) -> dict[str, Any]:
             case TextPart(text):
                 shown["content"] = shown.get("content", "") + text
             case ToolCallDelta():
-                begun = calls.get(part.index)
-                if begun is None:
-                    calls[part.index] = _call_delta(part)
-                else:
-                    begun["function"]["arguments"] += part.arguments
-    if calls:
-        shown["tool_calls"] = list(calls.values())
+                shown.setdefault("tool_calls", []).append(_call_delta(part))
     return shown or {"content": ""}
+
+
+def by_chunk(parts: Sequence[Part]) -> list[list[Part]]:
+    """The parts of one step, by the chunks that tell them, one at least: each has a call once, as OpenAI's client adds to the
+    first entry of a chunk's list what comes in later ones.
+    """
+    chunks: list[list[Part]] = [[]]
+    told: set[int] = set()
+    for part in parts:
+        if isinstance(part, ToolCallDelta):
+            if part.index in told:
+                chunks.append([])
+                told.clear()
+            told.add(part.index)
+        chunks[-1].append(part)
+    return chunks
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
