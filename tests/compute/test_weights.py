@@ -14,11 +14,13 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from checkpoints import CLASSES, MORE, make_checkpoint
 from diptych.compute.loading import weights
 from diptych.compute.loading.hub import resolve_model_dir
+from diptych.compute.loading.mapped_file import MappedFile
 from diptych.compute.loading.weights import Checkpoint
 from diptych.compute.runner import load_model
 from diptych.ground.config import ComputeConfig
@@ -287,6 +289,37 @@ def test_tensor_of_the_compute_dtype_is_not_copied(tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path)
     tensor = Checkpoint(path).tensor("model.embed_tokens.weight", 160, 64)
     assert tensor.read().data_ptr() == tensor.read().data_ptr()
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2, 4])
+def test_a_mapped_file_gives_what_safetensors_gives(shift: int, tmp_path: Path) -> None:
+    """Wherever its bytes begin, in every dtype; a header is padded with spaces by who writes it, to eight bytes or to none."""
+    draw = torch.Generator().manual_seed(0)
+    bits = torch.randint(0, 256, (2, 3, 48), dtype=torch.uint8, generator=draw)
+    dtypes = (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu,
+    )  # fmt: skip
+    tensors = {str(dtype): bits.clone().view(dtype) for dtype in dtypes}
+    tensors |= {"bool": bits > 9, "one": torch.tensor(3.0), "none": torch.empty(0, 4), "odd": bits[0, 0, :7].clone()}
+    save_file(tensors, tmp_path / "whole", metadata={"made": "here"})
+    raw = (tmp_path / "whole").read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    path = tmp_path / "shifted"
+    path.write_bytes((size + shift).to_bytes(8, "little") + raw[8 : 8 + size] + b" " * shift + raw[8 + size :])
+    file = MappedFile(path)
+    with safe_open(path, framework="pt") as plain:
+        assert file.metadata() == plain.metadata()
+        assert set(file.keys()) == set(plain.keys()) == tensors.keys()
+        for name, wanted in tensors.items():
+            expected, found = plain.get_tensor(name), file.get_tensor(name)
+            assert (found.dtype, found.shape, found.is_contiguous()) == (wanted.dtype, wanted.shape, True)
+            assert found.view(-1).view(torch.uint8).tolist() == expected.view(-1).view(torch.uint8).tolist()
+            values = expected.flatten()
+            sample = values[len(values) // 2 :][:5].view(torch.uint8)
+            assert file.middle(name, 5) == bytes(sample.tolist())
+    with pytest.raises(SafetensorError, match="does not contain tensor other"):
+        file.get_tensor("other")
 
 
 def test_revision_tells_models_apart(original: Path, tmp_path: Path) -> None:

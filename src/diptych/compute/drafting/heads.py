@@ -70,7 +70,7 @@ class HeadSource(Checkpoint):
         """A table of whole numbers, such as d2t; int64."""
         if name not in self._file_of:
             raise LoadError(f"tensor {name} is missing from {self.directory}")
-        values: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
+        values = self._files[self._file_of[name]].get_tensor(name)
         if values.shape != (length,) or values.dtype not in (torch.int64, torch.int32):
             raise LoadError(
                 f"tensor {name} in {self.directory} is {values.dtype} of shape {list(values.shape)}; "

@@ -87,7 +87,7 @@ class ScaledTensor(WeightTensor):
         if self.rows is not None:
             factors = self.rows.exp2()[rows]  # of all: a slice's last elements may have other bits
             torch.mul(values, factors if values.ndim == 1 else factors[:, None], out=scaled)
-        return scaled.sub_(self._offset)
+        return scaled.sub_(self._offset) if self._offset else scaled
 
 
 def exponents_of(parts: LinearParts) -> torch.Tensor:
@@ -195,7 +195,7 @@ def _mean_log2(tensors: Sequence[WeightTensor], *, axis: int) -> torch.Tensor:
         return torch.cat([_log2(tensor.part(slice(None), SAMPLES).detach()).nanmean(1) for tensor in tensors])
     n = max(4, SAMPLES // len(tensors))
     sampled = [tensor.part(_every(tensor.shape[0], n), tensor.shape[1]).detach() for tensor in tensors]
-    return torch.cat([_log2(rows) for rows in sampled]).nanmean(0)
+    return _log2(torch.cat(sampled)).nanmean(0)
 
 
 def _every(rows: int, n: int) -> slice:

@@ -22,8 +22,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
+from diptych.compute.loading.mapped_file import MappedFile
 from diptych.compute.loading.mapped_pages import give_pages_back
 from diptych.compute.ops.contract import WeightTensor
 from diptych.ground.errors import LoadError
@@ -232,7 +233,7 @@ class Checkpoint:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.origin = str(directory)
-        self._files: dict[str, Any] = {}  # file name -> open handle
+        self._files: dict[str, MappedFile] = {}  # by their names
         self._file_of: dict[str, str] = {}  # tensor name -> file name
         self._used: dict[str, int] = {}  # tensor name -> bytes
         self._values: dict[str, int] = {}  # name of a tensor of bytes -> values
@@ -323,10 +324,9 @@ class Checkpoint:
         if tensor is not None:
             return tensor
         try:
-            made: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
+            return self._files[self._file_of[name]].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise LoadError(f"cannot read tensor {name} in {self.directory}: {first_line(error)}") from error
-        return made
 
     def differ(self, name: str, other: str) -> bool:
         """Whether both tensors are there and hold different numbers."""
@@ -408,16 +408,14 @@ class Checkpoint:
             file = self._files[self._file_of[name]]
             view = file.get_slice(name)
             digest.update(f"{name} {view.get_shape()} {view.get_dtype()}\n".encode())
-            values = self._view(name).flatten()
-            middle = len(values) // 2
-            digest.update(values[middle : middle + SAMPLED_VALUES].view(torch.uint8).numpy().tobytes())
+            digest.update(file.middle(name, SAMPLED_VALUES))
         for file_name in sorted(self._files):
             path = self.directory / file_name
             size = path.stat().st_size
             digest.update(f"{file_name} {size}\n".encode())
-            with path.open("rb") as file:
-                file.seek(max(0, size - SAMPLE_BYTES))
-                digest.update(file.read(SAMPLE_BYTES))
+            with path.open("rb") as end:
+                end.seek(max(0, size - SAMPLE_BYTES))
+                digest.update(end.read(SAMPLE_BYTES))
         add_measured(digest, self.measured)
         return digest.hexdigest()
 
@@ -439,7 +437,7 @@ class Checkpoint:
 
     def _open(self, path: Path) -> None:
         try:
-            file = safe_open(str(path), framework="pt")
+            file = MappedFile(path)
             names = list(file.keys())
         except (SafetensorError, OSError) as error:
             safetensors_header(path)  # says more

@@ -122,11 +122,12 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
     def norm(self, parts: NormParts, *, offset: float = 0.0, is_read: bool = True) -> VectorHandle:
         """Weight plus offset, and bias, as fp32."""
         bias = -1 if parts.bias is None else self._vector(parts.bias)
-        sizes = self._values(parts.weight, offset).abs()
+        values = self._values(parts.weight, offset)
+        sizes = values.abs()
         middle = float(sizes.median())
         if is_read and middle > 0.0:
             self._largest = max(self._largest, (float(sizes.max()) / middle, parts.weight.name))
-        return VectorHandle(index=self._vector(parts.weight, offset), bias=bias, is_centred=parts.is_centred)
+        return VectorHandle(index=self._add_vector(values), bias=bias, is_centred=parts.is_centred)
 
     def _values(self, tensor: WeightTensor, offset: float = 0.0) -> torch.Tensor:
         self.plain |= {one.name: one for one in tensor.stored}
