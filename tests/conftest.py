@@ -7,7 +7,9 @@ import contextlib
 import fcntl
 import gc
 import importlib.util
+import itertools
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -99,6 +101,25 @@ def pytest_collection_finish() -> None:
     _turn.close()
     gc.enable()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Nor what a file has imported, once its garbage is gone: a collection for each engine that is closed would."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As pytest's, without a link to the last one of a name, which is made anew for longer than the folder."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    return tmp_path_factory.mktemp(f"{name}{next(_numbers)}", numbered=False)
 
 
 _end_step, _usage = EngineCore.end_step, RequestRecord.usage
