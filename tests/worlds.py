@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from checkpoints import VOCAB
@@ -28,6 +30,18 @@ EVERY_KERNEL_SET = (
 )  # fmt: skip
 # Of these what this processor runs: others have no tests here (test_cpus.py says which they are).
 KERNEL_SETS = tuple(name for name in EVERY_KERNEL_SET if name in instruction_sets())
+
+
+def on_sets(formats: Sequence[str]) -> list[Any]:
+    """(kernel set, format): this processor's best set has all of them, each other one by turns; `-m slow` has the rest.
+
+    For models of published sizes. What sets have of their own, operations and what chooses, is held for every format elsewhere.
+    """
+    return [
+        pytest.param(name, one, marks=() if turn == 0 or place == turn % len(formats) else pytest.mark.slow)
+        for turn, name in enumerate(KERNEL_SETS)
+        for place, one in enumerate(formats)
+    ]
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from worlds import (
     alone,
     differing_past_tiles,
     in_dirty_blocks,
+    on_sets,
     prompt,
 )
 
@@ -120,8 +121,7 @@ def loaded(path: Path, name: str, kv: str, threads: int) -> Model:
     return load_model(path, ComputeConfig(backend="cpu", instruction_set=name, kv=kv, threads=threads))
 
 
-@pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
-@pytest.mark.parametrize("name", KERNEL_SETS)
+@pytest.mark.parametrize(("name", "kv"), on_sets(["bf16", "int8", "fp8"]))
 def test_published_widths_on_every_set(path: Path, expected: torch.Tensor, name: str, kv: str) -> None:
     """Near fp32, and the same bits however the work was cut."""
     one, two = (loaded(path, name, kv, threads) for threads in (1, 2))

@@ -33,7 +33,7 @@ from family_checks import (
     with_fields,
 )
 from op_bench import Bench, noise
-from worlds import KERNEL_SETS, alone, check_cuts, check_past_a_tile, in_blocks_of_ones, prompt
+from worlds import KERNEL_SETS, alone, check_cuts, check_past_a_tile, in_blocks_of_ones, on_sets, prompt
 
 pytestmark = [
     pytest.mark.native,
@@ -163,8 +163,7 @@ def test_cut_of_the_work_changes_no_bit(path: Path, weights: str, kv: str) -> No
     check_cuts(path, replace(CPU, weights=weights, kv=kv))
 
 
-@pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
-@pytest.mark.parametrize("name", KERNEL_SETS)
+@pytest.mark.parametrize(("name", "kv"), on_sets(["bf16", "int8", "fp8"]))
 def test_published_sizes_on_every_set(published: Path, expected: torch.Tensor, name: str, kv: str) -> None:
     """Near fp32, and the same bits in one prefill, in chunks, and beside others."""
     check_past_a_tile(published, expected, name, kv, chunk=139)

@@ -42,6 +42,7 @@ from worlds import (
     differing,
     differing_past_tiles,
     in_dirty_blocks,
+    on_sets,
     prompt,
 )
 
@@ -293,8 +294,7 @@ def expected(wide: Path) -> torch.Tensor:
     return alone(load_model(wide, REFERENCE), text(N_TOKENS), None).logits
 
 
-@pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
-@pytest.mark.parametrize("name", KERNEL_SETS)
+@pytest.mark.parametrize(("name", "kv"), on_sets(["bf16", "int8", "fp8"]))
 def test_published_widths_on_every_set(wide: Path, expected: torch.Tensor, name: str, kv: str) -> None:
     """Near fp32, and the same bits however the work was cut."""
     one, two = (load_model(wide, replace(CONFIG, instruction_set=name, kv=kv, threads=n)) for n in (1, 2))
