@@ -457,7 +457,7 @@ def test_a_drain_lets_every_protocol_finish(guarded: ServerProcess) -> None:
     """The last test of the server: streams and a response in the background end as they would have."""
     headers = {"x-api-key": "a-key"}
     path = "/v1/responses"
-    body = {**PROTOCOLS[path][0]({**FOREVER, "limit": 2500}), "ignore_eos": True, "stream": True}
+    body = {**PROTOCOLS[path][0]({**FOREVER, "limit": 1000}), "ignore_eos": True, "stream": True}
     with httpx.stream("POST", guarded.url + path, json=body, headers=headers, timeout=120) as stream:
         lines = stream.iter_lines()
         next(lines)
@@ -471,5 +471,5 @@ def test_a_drain_lets_every_protocol_finish(guarded: ServerProcess) -> None:
             assert refused.status_code == 503
             assert error_type(other, refused) == "overloaded_error"
         events = list(sse("\n".join(lines)))
-    assert events[-1]["response"]["usage"]["output_tokens"] == 2500
+    assert events[-1]["response"]["usage"]["output_tokens"] == 1000
     assert guarded.process.wait(60) == 0

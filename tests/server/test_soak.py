@@ -25,7 +25,7 @@ def soak(server: ServerProcess, *, seconds: float) -> None:
 
 
 def test_seconds_of_mixed_load_lose_nothing(server: ServerProcess) -> None:
-    soak(server, seconds=6.0)
+    soak(server, seconds=3.0)
 
 
 def test_the_command_prints_its_result(server: ServerProcess) -> None:
