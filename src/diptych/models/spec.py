@@ -320,12 +320,18 @@ class ModelSpec:
     def __post_init__(self) -> None:
         limited = {layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec)}
         by_bias = any(mixture.has_choice_bias for mixture in limited)
-        mixtures = {
-            replace(one, limit=None, shared_limit=None, by_token=False, has_choice_bias=by_bias or one.has_choice_bias)
-            if one.by_token
-            else replace(one, limit=None, shared_limit=None)
-            for one in limited
-        }
+        mixtures = (
+            limited
+            if len(limited) < 2
+            else {
+                replace(
+                    one, limit=None, shared_limit=None, by_token=False, has_choice_bias=by_bias or one.has_choice_bias
+                )
+                if one.by_token
+                else replace(one, limit=None, shared_limit=None)
+                for one in limited
+            }
+        )
         if len(mixtures) > 1:
             raise UnsupportedModel(f"{self.name} has {len(mixtures)} kinds of mixtures of experts; one is supported")
         if not self.kv_layers and not any(

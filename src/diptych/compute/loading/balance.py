@@ -28,7 +28,7 @@ Without a gate a factor passes through max(x, 0) as it is and through its square
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -90,14 +90,30 @@ class ScaledTensor(WeightTensor):
         return scaled.sub_(self._offset) if self._offset else scaled
 
 
-def exponents_of(parts: LinearParts) -> torch.Tensor:
-    """log2 of what each output [N] and then each input [K] of a projection is multiplied by: zeros where nothing is shared."""
-    rows, columns = [], torch.zeros(parts.n_inputs)
-    for part in parts.weights:
-        own = part if isinstance(part, ScaledTensor) else None
-        rows.append(torch.zeros(part.shape[0]) if own is None or own.rows is None else own.rows.float())
-        columns = columns if own is None or own.columns is None else own.columns.float()
-    return torch.cat([*rows, columns])
+@dataclass(frozen=True, slots=True)
+class Exponents:
+    """log2 of what each output [N] and then each input [K] of a projection is multiplied by, joined when they are asked for:
+    adapters and copies do, not every start. rows: outputs of each tensor with theirs. None: nothing is shared.
+    """
+
+    rows: tuple[tuple[int, torch.Tensor | None], ...]
+    n_inputs: int
+    columns: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, parts: LinearParts) -> Exponents:
+        """Those of a projection as it will be packed."""
+        rows, columns = [], None
+        for part in parts.weights:
+            own = part if isinstance(part, ScaledTensor) else None
+            rows.append((part.shape[0], None if own is None else own.rows))
+            columns = columns if own is None or own.columns is None else own.columns
+        return cls(tuple(rows), parts.n_inputs, columns)
+
+    def read(self) -> torch.Tensor:
+        """fp32 [N + K]."""
+        every = (*self.rows, (self.n_inputs, self.columns))
+        return torch.cat([torch.zeros(n) if one is None else one.float() for n, one in every])
 
 
 def directions_of(parts: LinearParts) -> torch.Tensor | None:
@@ -127,9 +143,9 @@ def balance_gated(gate_up: LinearParts, down: LinearParts) -> tuple[LinearParts,
     ffn = down.n_inputs
     given = _measured(down.weights)
     if given is None:
-        given = _mean_log2(gate_up.weights, axis=1)[ffn:]
+        given = _means_of_last(gate_up.weights, ffn)
     shifts = _shifts(given, _mean_log2(down.weights, axis=0))
-    return _scaled(gate_up, rows=torch.cat([torch.zeros(ffn), -shifts])), _scaled(down, columns=shifts)
+    return _scaled(gate_up, rows=-shifts), _scaled(down, columns=shifts)
 
 
 def balance_curve(up: LinearParts, down: LinearParts, activation: Activation) -> tuple[LinearParts, LinearParts]:
@@ -152,12 +168,11 @@ def balance_values(qkv: LinearParts, o: LinearParts, attention: AttentionLayer) 
         for sizes in (_measured(o.weights), _mean_log2(o.weights, axis=0))
     )
     if given is None:
-        given = _mean_log2(qkv.weights, axis=1)[-n_kv * d :]
+        given = _means_of_last(qkv.weights, n_kv * d)
     assert taken is not None
     shifts = _shifts(given, taken)
-    rows = torch.cat([torch.zeros(qkv.n_outputs - n_kv * d), -shifts])
     columns = shifts.view(n_kv, 1, d).expand(n_kv, group, d).reshape(-1)
-    return _scaled(qkv, rows=rows), _scaled(o, columns=columns)
+    return _scaled(qkv, rows=-shifts), _scaled(o, columns=columns)
 
 
 def _shifts(giver: torch.Tensor, taker: torch.Tensor) -> torch.Tensor:
@@ -198,6 +213,14 @@ def _mean_log2(tensors: Sequence[WeightTensor], *, axis: int) -> torch.Tensor:
     return _log2(torch.cat(sampled)).nanmean(0)
 
 
+def _means_of_last(tensors: Sequence[WeightTensor], n: int) -> torch.Tensor:
+    """Of stacked tensors the means of the last n rows; tensors that have none of them are not read."""
+    first = len(tensors)
+    while first and sum(tensor.shape[0] for tensor in tensors[first:]) < n:
+        first -= 1
+    return _mean_log2(tensors[first:], axis=1)[-n:]
+
+
 def _every(rows: int, n: int) -> slice:
     """n rows, spread evenly; all where there are fewer."""
     step = max(1, rows // n)
@@ -205,18 +228,31 @@ def _every(rows: int, n: int) -> slice:
 
 
 def _log2(values: torch.Tensor) -> torch.Tensor:
-    return values.to(torch.float32).abs().log2_().nan_to_num_(torch.nan, posinf=torch.nan, neginf=torch.nan)
+    return values.to(torch.float32, copy=True).abs_().log2_().nan_to_num_(torch.nan, posinf=torch.nan, neginf=torch.nan)
 
 
 def _scaled(
     parts: LinearParts, *, rows: torch.Tensor | None = None, columns: torch.Tensor | None = None
 ) -> LinearParts:
-    """The projection with its rows (and biases) and columns scaled; a part that stays as it was is left alone."""
-    sizes = [part.shape[0] for part in parts.weights]
-    by_part = [None] * len(sizes) if rows is None else [own if own.any() else None for own in rows.split(sizes)]
+    """The projection with its last rows (and biases) and its columns scaled; a part that stays as it was is left alone."""
+    by_part = _by_part(rows, [part.shape[0] for part in parts.weights])
     weights = tuple(_tensor(part, own, columns) for part, own in zip(parts.weights, by_part, strict=True))
     biases = tuple(_tensor(bias, own, None) for bias, own in zip(parts.biases, by_part, strict=False))
-    return replace(parts, weights=weights, biases=biases)
+    return LinearParts(weights=weights, biases=biases)
+
+
+def _by_part(rows: torch.Tensor | None, sizes: Sequence[int]) -> list[torch.Tensor | None]:
+    """The exponents of the last rows of stacked parts of these sizes, by part: of rows before them 0; None: all are."""
+    if rows is None:
+        return [None] * len(sizes)
+    at, found = len(rows) - sum(sizes), list[torch.Tensor | None]()
+    for size in sizes:
+        own = rows[max(at, 0) : max(at + size, 0)]
+        at += size
+        if len(own) < size and len(own):
+            own = torch.cat([own.new_zeros(size - len(own)), own])
+        found.append(own if own.any() else None)
+    return found
 
 
 def _tensor(tensor: WeightTensor, rows: torch.Tensor | None, columns: torch.Tensor | None) -> WeightTensor:

@@ -222,7 +222,7 @@ class CpuModel(Model):
                 "version that did not say",
                 hint="write it again with `diptych quantize`",
             )
-        outputs, inputs = exponents[: -site.n_inputs].exp2(), exponents[-site.n_inputs :].exp2()
+        outputs, inputs = (one.exp2() for one in exponents.read().tensor_split((-site.n_inputs,)))
         return low_rank.a * inputs, low_rank.b * outputs[site.begin - linear.begin : site.end - linear.begin, None]
 
     def drop_adapter(self, number: int) -> None:

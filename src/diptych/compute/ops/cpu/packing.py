@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from diptych.compute.loading.balance import Exponents
 from diptych.compute.loading.weights import Saved, Source
 from diptych.compute.ops.contract import Activation, LinearParts, Role, WeightTensor
 from diptych.compute.ops.cpu.handles import LinearHandle, native_shape
@@ -55,7 +56,7 @@ class Packer:
         self.packed: dict[str, int] = {}  # key -> number in the program, of all that was packed
         self.kept: dict[str, KeptFormat] = {}  # key -> format, of those that kept their values
         self.n_values: Counter[str] = Counter()  # format -> weights of the layers that were packed in it
-        self.exponents: dict[str, torch.Tensor] = {}  # of what may be balanced: see `balance.exponents_of`
+        self.exponents: dict[str, Exponents] = {}  # of what may be balanced
         self.orders: dict[str, torch.Tensor] = {}  # key -> `WeightTensor.order` of those that have one
         self.input_orders: dict[str, np.ndarray] = {}  # the same by name
         self._unread: list[tuple[int, Saved]] = []  # packed weights whose bytes `finish` reads

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from diptych.compute.loading.balance import directions_of, exponents_of
+from diptych.compute.loading.balance import Exponents, directions_of
 from diptych.compute.loading.finite import are_finite
 from diptych.compute.loading.weights import Source
 from diptych.compute.ops.contract import LinearParts, WeightTensor
@@ -122,9 +122,13 @@ def name_of(order: torch.Tensor | None) -> str:
     return "" if order is None else f" {hashlib.sha256(order.numpy().tobytes()).hexdigest()}"
 
 
-def noted_exponents(source: Source, key: str, parts: LinearParts, *, is_packed: bool) -> dict[str, torch.Tensor]:
+def noted_exponents(source: Source, key: str, parts: LinearParts, *, is_packed: bool) -> dict[str, Exponents]:
     """What the weight was multiplied by before it was packed: now, or when it was saved; nothing where nobody has noted it."""
     if not is_packed:
-        return {key: exponents_of(parts)}
-    saved = source.find_packed(key + EXPONENTS, 4 * (parts.n_outputs + parts.n_inputs))
-    return {} if saved is None else {key: torch.from_numpy(np.frombuffer(saved.checked(), dtype=np.float32).copy())}
+        return {key: Exponents.of(parts)}
+    n, k = parts.n_outputs, parts.n_inputs
+    saved = source.find_packed(key + EXPONENTS, 4 * (n + k))
+    if saved is None:
+        return {}
+    values = torch.from_numpy(np.frombuffer(saved.checked(), dtype=np.float32).copy())
+    return {key: Exponents(((n, values[:n]),), k, values[n:])}
