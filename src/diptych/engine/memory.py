@@ -48,7 +48,7 @@ def _container_limits() -> list[tuple[int, int]]:
         except (OSError, ValueError):  # no such group here, or "max"
             continue
         # files that were read stay counted until somebody needs their place
-        idle, busy, mapped = (_field(folder / "memory.stat", name) for name in fields)
+        idle, busy, mapped = _numbers(folder / "memory.stat", fields)
         found.append((limit, max(0, used - min(idle, max(0, idle + busy - mapped)))))
     return found
 
@@ -82,9 +82,10 @@ def _folders() -> list[tuple[Path, tuple[tuple[str, str], tuple[str, str, str]]]
     return found
 
 
-def _field(path: Path, name: str) -> int:
+def _numbers(path: Path, names: tuple[str, ...]) -> list[int]:
+    """Of the fields of a file that the system makes anew whenever it is read; 0 where one is not there."""
     try:
         fields = dict(line.split(" ", 1) for line in path.read_text().splitlines())
-        return int(fields.get(name, "0"))
+        return [int(fields.get(name, "0")) for name in names]
     except (OSError, ValueError):
-        return 0
+        return [0] * len(names)
