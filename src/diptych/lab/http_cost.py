@@ -17,16 +17,20 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from diptych.engine.engine import OutputDelta
-from diptych.engine.llm import LLM
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import ComputeConfig, EngineConfig
 from diptych.ground.errors import EngineError
 from diptych.ground.request import SamplingParams
+from diptych.lab.http_client import HttpClient, HttpFailure
 from diptych.lab.load import LoadConfig, run_load, summarize
+
+if TYPE_CHECKING:  # a server is looked for before torch is loaded
+    from diptych.engine.engine import OutputDelta
+    from diptych.engine.llm import LLM
 
 CLOCK = MonotonicClock()
 
@@ -109,15 +113,27 @@ def main() -> None:
         found = measured(given)
     except EngineError as error:
         sys.exit(f"error: {error}")
-    except RuntimeError as error:
+    except (HttpFailure, RuntimeError) as error:
         sys.exit(f"error: {error}\nhint: start `diptych serve` with the same model, or name another server with --url")
     print(json.dumps(found))
 
 
+async def _ask(url: str, api_key: str | None) -> None:
+    """Raises HttpFailure where no server answers."""
+    client = HttpClient(url, api_key=api_key)
+    try:
+        await client.get("/v1/models")
+    finally:
+        await client.close()
+
+
 def measured(given: argparse.Namespace) -> dict[str, Any]:
-    """What the options ask for."""
+    """What the options ask for. The server is asked before the model is loaded."""
+    asyncio.run(_ask(given.url, given.api_key))
     compute = ComputeConfig(weights=given.weights)
-    llm = LLM.from_pretrained(given.model, EngineConfig(compute=compute, max_context_tokens=given.max_context_tokens))
+    llm = import_module("diptych.engine.llm").LLM.from_pretrained(
+        given.model, EngineConfig(compute=compute, max_context_tokens=given.max_context_tokens)
+    )
     config = LoadConfig(
         url=given.url,
         api_key=given.api_key,
