@@ -123,10 +123,8 @@ class CpuLoader(Loader[TableHandle | LinearHandle, VectorHandle, LinearHandle, A
         """Weight plus offset, and bias, as fp32."""
         bias = -1 if parts.bias is None else self._vector(parts.bias)
         values = self._values(parts.weight, offset)
-        sizes = values.abs()
-        middle = float(sizes.median())
-        if is_read and middle > 0.0:
-            self._largest = max(self._largest, (float(sizes.max()) / middle, parts.weight.name))
+        if is_read and (middle := float(values.abs().median())) > 0.0:
+            self._largest = max(self._largest, (float(values.abs().max()) / middle, parts.weight.name))
         return VectorHandle(index=self._add_vector(values), bias=bias, is_centred=parts.is_centred)
 
     def _values(self, tensor: WeightTensor, offset: float = 0.0) -> torch.Tensor:
