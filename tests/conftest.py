@@ -54,11 +54,13 @@ CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 HAS_CROWDED_CORES = bool(WORKER) and 0 < len(CORES) <= int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
 
-# Where nothing is compiled yet, one process collects the tests and compiles what they import, and then the others at once, from
+# Where nothing is compiled yet, one process begins to collect the tests and compiles what they import, then the others, from
 # its files: together each of them would compile all of it.
 if not WORKER and not Path(importlib.util.cache_from_source(importlib.util.find_spec("torch").origin)).exists():
     os.environ["DIPTYCH_TEST_COMPILES"] = "1"
-_turn = contextlib.ExitStack()  # until it has collected
+_turn = contextlib.ExitStack()  # until it has collected so many
+COLLECTED_ALONE = 20  # files, which import most of all that is: two thirds of its time, and the others stay behind it
+_collected: list[str] = []
 if WORKER and "DIPTYCH_TEST_COMPILES" in os.environ:
     _file = _turn.enter_context((Path(os.environ["DIPTYCH_TEST_CHECKPOINTS"]) / "collecting").open("w"))
     try:
@@ -94,6 +96,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         own = CORES[int(WORKER.removeprefix("gw")) % len(CORES)]
         os.sched_setaffinity(0, {own} if folder in ON_ONE_CORE else CORES)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """The others may follow."""
+    _collected.extend([report.nodeid] if report.nodeid.endswith(".py") else [])
+    if len(_collected) == COLLECTED_ALONE:
+        _turn.close()
 
 
 def pytest_collection_finish() -> None:
