@@ -7,7 +7,8 @@ The first start makes a warm process, which imports what the commands import and
 child, which takes over arguments, environment, folder and streams and runs `python -m diptych` from its first line to the last:
 streams, signals and exit codes are those of a user's process. Behind the last line threads are waited for, what is to be done
 at exit is done and streams are flushed, as Python does it; only modules are not taken apart, which would write to every page
-that is shared with the warm process: 0.25 s of processor time of 0.3. Starts from nothing are tests/cli/test_commands.py's.
+that is shared with the warm process: 0.25 s of processor time of 0.3. Each one's first look at the memory, which takes 0.4 s,
+is one that was taken before. Starts from nothing are tests/cli/test_commands.py's.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from typing import Any
 
 import huge_pages
 from diptych.cli import working
+from diptych.compute.ops.cpu.kernels import is_available
+from diptych.compute.ops.cpus import Placement, allowed_cpus, choose_cpus
 from diptych.ground.clock import sleep_s
 
 IMPORTED = ("serve", "bench", "lab")  # commands, whose modules the others need a part of
@@ -163,6 +166,31 @@ def _leave(code: int) -> None:
         os._exit(code)
 
 
+def _look_at_memory_once() -> None:
+    """By one thread, as servers of the tests have it, in a child: what it touched would be every other child's, too."""
+    ceilings = import_module("diptych.compute.ceilings")
+    measure, asked = ceilings.measure_read_bytes_per_s, (2 * ceilings.READ_BYTES, 1)
+    if not is_available()[0]:
+        return
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        found = measure(asked[0], choose_cpus(1, "off", allowed_cpus()), ceilings.REPEATS)
+        os.write(theirs, repr(found).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    looks = [float(os.read(ours, MOST_BYTES))]
+    os.close(ours)
+    os.close(theirs)
+
+    def look(n_bytes: int, placement: Placement, repeats: int) -> float:
+        if (n_bytes, placement.threads) == asked and looks:
+            return looks.pop()
+        return float(measure(n_bytes, placement, repeats))
+
+    ceilings.measure_read_bytes_per_s = look
+
+
 if __name__ == "__main__":
     huge_pages.allow(True)  # as users have them
     for command in IMPORTED:
@@ -170,6 +198,7 @@ if __name__ == "__main__":
     for home in working.HOMES:
         import_module(home)
     import_module("pydantic.v1")  # FastAPI does as the first route is made
+    _look_at_memory_once()
     gc.freeze()
     asked = _serve(socket.socket(fileno=int(sys.argv[1])))
     if asked is not None:
