@@ -322,7 +322,9 @@ def write_tensors(path: Path, loader: CpuLoader, source: TensorSource, **metadat
     parts: dict[str, Callable[[], torch.Tensor]] = {
         PACKED + key: partial(_blob, loader, index) for key, index in loader.packer.packed.items()
     }
-    parts |= {PACKED + key + EXPONENTS: partial(_raw, exponents.read()) for key, exponents in loader.packer.exponents.items()}
+    parts |= {
+        PACKED + key + EXPONENTS: partial(_raw, exponents.read()) for key, exponents in loader.packer.exponents.items()
+    }
     parts |= {PACKED + key + INPUT_ORDER: partial(_raw, order) for key, order in loader.packer.orders.items()}
     parts |= {name: tensor.read for name, tensor in loader.plain.items()}
     header: dict[str, Any] = {}
