@@ -103,6 +103,13 @@ def test_gpt_oss_takes_what_was_said_beside_a_thought_and_a_call() -> None:
     assert "<|channel|>analysis<|message|>Where is it?\n\nLooking.<|end|>" in text
 
 
+def test_a_template_of_no_chat_gets_messages_as_they_are() -> None:
+    """As rerankers have: what it shows of queries and documents says nothing of users."""
+    source = "{% for m in messages %}{% if m.role in ('system', 'query') %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+    query = {"role": "query", "content": "Who?"}
+    assert chat_template(source).render([RULES, query]).text == "[system]Be kind.[query]Who?"
+
+
 def test_the_log_says_once_what_a_template_does_not_take(caplog: pytest.LogCaptureFixture) -> None:
     template = ChatTemplate(Tokenizer(tokenizers.Tokenizer.from_str(byte_level_json()), NAMES, []), KNOWS_NONE)
     with caplog.at_level("INFO", logger="diptych.engine"):

@@ -92,6 +92,8 @@ def find_taken(render: Render, *, names_developer: bool) -> Taken:
         called = {"role": "assistant", "content": "", "tool_calls": calls, **fields}
         return renders(ask, called, *results, *behind, tools=[_TOOL])
 
+    if not shows(more):  # no chat: a reranker's template knows queries and documents
+        return Taken(developer=names_developer)
     # some count who speaks in turns, a system message among them
     middles = ((ask, later), (ask, answer, ask, later), (ask, later, answer, ask), (ask, answer, later, ask))
     knows_calls = third in renders_call()  # else nothing more is learnt from one
