@@ -178,6 +178,35 @@ def test_a_profile_of_another_number_of_threads_says_so(
         assert model_profile.profile_gap(loaded.model) is None
 
 
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("{", "cannot read the hardware profile {path}: Expecting property name"),
+        ("[]", "the hardware profile {path} is not a JSON object"),
+        ('{"schema": 1}', "{path}: hardware profile has no flops_per_s"),
+    ],
+)
+def test_a_damaged_profile_costs_predictions_and_no_answer(
+    loaded: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    written: str,
+    words: str,
+) -> None:
+    """No engine started: generate and chat ended with the profile's error."""
+    monkeypatch.setenv("DIPTYCH_HOME", str(tmp_path))
+    path = tmp_path / "hardware.json"
+    path.write_text(written)
+    observer, done = observed(loaded)
+    assert len(done.choices[0].token_ids) == 2
+    words = words.format(path=path)
+    assert words in caplog.text
+    report = phase_report(loaded, observer, ceilings=CEILINGS, usage=done.usage, timings=done.timings)
+    assert f"no prediction: {words}" in report.table()
+    assert "(diptych lab calibrate writes it anew)" in report.table()
+
+
 def test_layers_and_experts_of_several_formats_are_seen_as_they_are(loaded: LoadedModel) -> None:
     """Bytes were averaged over all, experts too: those of a mixture in mxfp4 beside attention in bf16 cost too much each, the
     attention too little.

@@ -85,7 +85,9 @@ def has_gpu() -> bool:
 
 
 def load_profile(path: Path | None = None, *, kind: str = "cpu") -> dict[str, Any]:
-    """The profile as written. ConfigError when there is none or it is not JSON."""
+    """The profile as written. ConfigError when there is none; when it is no JSON, or an entry is missing or impossible, with
+    the file and the first such entry.
+    """
     path = path or profile_path(kind)
     try:
         data = json.loads(path.read_text("utf-8"))
@@ -99,6 +101,10 @@ def load_profile(path: Path | None = None, *, kind: str = "cpu") -> dict[str, An
         raise ConfigError(f"cannot read the hardware profile {path}: {error}", hint=_HINT) from None
     if not isinstance(data, dict):
         raise ConfigError(f"the hardware profile {path} is not a JSON object", hint=_HINT)
+    try:
+        read_profile(data)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}", hint=error.hint) from None
     return data
 
 

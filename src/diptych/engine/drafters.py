@@ -22,8 +22,11 @@ from diptych.compute.loading.hub import resolve_model
 from diptych.compute.model import Model
 from diptych.compute.runner import build, load_model, open_blueprint
 from diptych.compute.sampling.sampler import Sampler
+from diptych.control.scheduler import Predict
 from diptych.cost.drafts.depths import FARTHEST
 from diptych.cost.drafts.drafter_trials import DrafterCost
+from diptych.cost.drafts.measured import MeasuredDraftPrices
+from diptych.cost.drafts.prices import DraftPrices
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.calibration_text import calibration_of
 from diptych.engine.text.tokenizer import Tokenizer
@@ -445,3 +448,9 @@ def _refuse_other_words(theirs: Tokenizer, ours: Tokenizer, folder: Path) -> Non
             f"id {first} is {theirs.token(first)!r}, and {ours.token(first)!r} in the model's",
             hint="a draft model has the same tokenizer",
         )
+
+
+def draft_prices(drafters: Sequence[OpenDrafter], predict_s: Predict, *, has_profile: bool) -> DraftPrices:
+    """What drafts cost: by the profile, or where there is none by what steps took alone."""
+    prices = DraftPrices if has_profile else MeasuredDraftPrices
+    return prices(predict_s, drafters=[one.cost for one in drafters])

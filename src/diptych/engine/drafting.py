@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from diptych.compute.drafting.drafter import Drafter
 from diptych.compute.ops.contract import Taps
+from diptych.cost.drafts.prices import DraftPrices
 from diptych.ground.clock import Clock, MonotonicClock
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
@@ -264,3 +266,19 @@ class Draftings:
     def has_asked(self) -> bool:
         """Whether any is asked in this step."""
         return bool(self._asked)
+
+
+def join_drafters(ready: Sequence[Drafter], prices: DraftPrices, *, vocab_size: int, clock: Clock) -> Draftings:
+    """Drafters by number, kept from doing harm, whose time the prices learn."""
+    return Draftings(
+        [
+            Drafting(
+                drafter,
+                vocab_size=vocab_size,
+                observe=partial(prices.observe_drafting, drafter=number),
+                number=number,
+                clock=clock,
+            )
+            for number, drafter in enumerate(ready)
+        ]
+    )

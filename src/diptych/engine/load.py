@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from diptych.compute.drafting.drafter import Drafter
 from diptych.compute.loading.hub import resolve_model
 from diptych.compute.pooler import Pooler
 from diptych.compute.runner import Model, load_model
@@ -18,18 +17,16 @@ from diptych.compute.sampling.structured import GrammarCompiler
 from diptych.control.loop import EngineCore
 from diptych.control.scheduler import Predict
 from diptych.cost.calibrated import CalibratedModel
-from diptych.cost.drafts.measured import MeasuredDraftPrices
-from diptych.cost.drafts.prices import DraftPrices
 from diptych.cost.places import MAX_STEP_S, Places, beside_states, places
 from diptych.cost.step_time import StepTimeModel
 from diptych.engine.adapters import Adapters
 from diptych.engine.calibration_text import calibration_of
-from diptych.engine.drafters import OpenDrafter, open_drafters
-from diptych.engine.drafting import Drafting, Draftings
+from diptych.engine.drafters import draft_prices, open_drafters
+from diptych.engine.drafting import join_drafters
 from diptych.engine.encoder import Encoder, open_encoder
 from diptych.engine.engine import Engine
 from diptych.engine.executor import ModelExecutor
-from diptych.engine.model_profile import local_predictor
+from diptych.engine.model_profile import local_predictor, profile_damage
 from diptych.engine.pool_size import KV_MEMORY_SHARE, POOL_CONTEXTS, blocks_for, check_pool, size_pool
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
@@ -226,6 +223,9 @@ def make_machinery(
     model.warm_up(kv)
     model.settle()
     step_time = StepTimeModel()
+    damage = profile_damage(model)
+    if damage is not None:
+        logger.warning("no step is predicted by this machine's profile: %s", damage)
     calibrated = local_predictor(model)
     number = config.scheduler.max_running_sequences
     if number is None:
@@ -264,28 +264,6 @@ def make_machinery(
         model.backend_name, model.weights_format, model.kv_format, context, n_blocks, config.block_tokens,
     )  # fmt: skip
     return Machinery(core=core, executor=executor, observe=observe)
-
-
-def draft_prices(drafters: Sequence[OpenDrafter], predict_s: Predict, *, has_profile: bool) -> DraftPrices:
-    """What drafts cost: by the profile, or where there is none by what steps took alone."""
-    prices = DraftPrices if has_profile else MeasuredDraftPrices
-    return prices(predict_s, drafters=[one.cost for one in drafters])
-
-
-def join_drafters(ready: Sequence[Drafter], prices: DraftPrices, *, vocab_size: int, clock: Clock) -> Draftings:
-    """Drafters by number, kept from doing harm, whose time the prices learn."""
-    return Draftings(
-        [
-            Drafting(
-                drafter,
-                vocab_size=vocab_size,
-                observe=partial(prices.observe_drafting, drafter=number),
-                number=number,
-                clock=clock,
-            )
-            for number, drafter in enumerate(ready)
-        ]
-    )
 
 
 def once_for_each(predict_s: Predict) -> Predict:

@@ -15,6 +15,7 @@ from diptych.cost.roofline import NoRate
 from diptych.engine.cost_view import CostView
 from diptych.engine.memory import memory_of
 from diptych.ground.bounds import real
+from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.models.gpu_kernels import left_to_torch
 
@@ -42,6 +43,19 @@ def measured_kernels(model: Model) -> str:
     return f"{model.instruction_set if model.keeps_bits else card_of(model.device)}, torch {torch.__version__}"
 
 
+def profile_damage(model: Model) -> str | None:
+    """What is wrong with the profile of what this model runs on, and what mends it; None for a sound one and without one.
+
+    Predictions are missed then, and no answer is.
+    """
+    try:
+        if is_measured(profile_kind(model)):
+            load_profile(kind=profile_kind(model))
+    except ConfigError as error:
+        return f"{error.message} ({calibration_command(model)} writes it anew)"
+    return None
+
+
 def profile_gap(model: Model) -> str | None:
     """Why this machine's measured profile says nothing of the model's step times, with the command that changes it where one
     does; None where it says it.
@@ -55,6 +69,9 @@ def profile_gap(model: Model) -> str | None:
         beside = is_measured("gpu" if kind == "cpu" else "cpu")
         others = f", only its {other} was" if kind == "cpu" else f", only the {other} beside it was"
         return f"this {own} was never measured{others if beside else ''} ({command})"
+    damage = profile_damage(model)
+    if damage is not None:
+        return damage
     profile = load_profile(kind=kind)
     differing = _unlike_cpu(profile, model) if kind == "cpu" else _unlike_gpu(profile, model)
     if differing is not None:
@@ -111,7 +128,9 @@ def faster_backends(model: Model) -> dict[str, str]:
 
     The profile compares two backends, that which it is of and another; the model may run on either of them.
     """
-    profile = load_profile() if profile_kind(model) == "cpu" and is_measured("cpu") else {}
+    if profile_kind(model) != "cpu" or not is_measured("cpu") or profile_damage(model) is not None:
+        return {}
+    profile = load_profile()
     other = profile.get("elsewhere")
     if not isinstance(other, dict) or other.get("weights") != model.weights_format:
         return {}

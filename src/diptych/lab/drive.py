@@ -20,9 +20,10 @@ from diptych.control.speculation import Depths, NewDrafter
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.drafts.prices import DraftPrices
 from diptych.cost.step_time import StepTimeModel
-from diptych.engine.drafters import OpenDrafter
+from diptych.engine.drafters import OpenDrafter, draft_prices
+from diptych.engine.drafting import join_drafters
 from diptych.engine.executor import ModelExecutor
-from diptych.engine.load import draft_prices, join_drafters, once_for_each
+from diptych.engine.load import once_for_each
 from diptych.ground.clock import Clock, MonotonicClock, VirtualClock
 from diptych.ground.config import BlockConfig, EngineConfig, SchedulerConfig
 from diptych.ground.events import Event, TokenEvent
