@@ -86,11 +86,10 @@ def test_multimodal_wrappers_give_their_language_part() -> None:
     "kind",
     ["squeezebert", "rwkv", "jetmoe"],
 )  # fmt: skip
-def test_what_is_on_no_list_is_refused_with_the_list(kind: str) -> None:
+def test_what_is_on_no_list_is_refused(kind: str) -> None:
     """Hybrids and encoders were priced as dense decoders: a wrong price is worse than none."""
-    with pytest.raises(UnsupportedModel, match=kind) as caught:
+    with pytest.raises(UnsupportedModel, match=kind):
         read(kind)
-    assert all(name in str(caught.value) for name in SUPPORTED)
 
 
 @pytest.mark.parametrize(("kind", "named"), sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()))

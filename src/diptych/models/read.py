@@ -48,7 +48,7 @@ from diptych.models.reading.streams import (
     streams,
 )
 from diptych.models.reading.windows import is_both_ways, layer_ropes, rope_sections, windows_of
-from diptych.models.refused import ENCODER_BESIDE, reason_for
+from diptych.models.refused import ENCODER_BESIDE, not_supported, reason_for
 from diptych.models.rope import latent_stretch, make_rope, position_limit
 from diptych.models.spec import AttentionLayer, LayerSpec, ModelSpec, Norms, QkNorm
 from diptych.models.streams import LayerScales
@@ -157,7 +157,7 @@ def load_model_file(path: Path) -> ModelSpec:
 def family_of(config: HfConfig) -> Family:
     """The family of the first architecture in the config, or of its model_type where no architecture is named.
 
-    UnsupportedModel, with the list of those that are, for any other.
+    UnsupportedModel, with the nearest of those that are, for any other.
     """
     raw = config.raw
     kind, whole = raw.get("model_type"), None
@@ -178,10 +178,8 @@ def family_of(config: HfConfig) -> Family:
     is_inside = family is not None and family.is_encoder and whole in WRAPPERS  # it is what the decoder attends to
     if family is None or is_inside:
         reason = ENCODER_BESIDE if is_inside else reason_for(kind) or reason_for(name)
-        missing = "" if reason is None else f" ({reason})"
-        raise UnsupportedModel(
-            f"{what} {name!r} in {config.path} is not supported{missing}; supported: {', '.join(SUPPORTED)}"
-        )
+        listed = SUPPORTED if what == "architecture" else BY_MODEL_TYPE
+        raise not_supported(what, name, config.path, listed, reason=reason)
     if kind is not None and kind not in family.model_types:
         raise UnsupportedModel(
             f"model_type {kind!r} in {config.path} is not that of {family.architectures[0]}, "

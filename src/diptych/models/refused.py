@@ -7,9 +7,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from types import MappingProxyType
 
+from diptych.ground.errors import UnsupportedModel
+
+LISTED = "docs/models.md lists what is"
+_ENDING = re.compile("(ForCausalLM|ForConditionalGeneration|LMHeadModel|Model)$")
 ENCODER_BESIDE = "an encoder beside the decoder"
 LIGHTNING = "Lightning attention whose queries and keys are normed and turned, and not bent"
 # what is missing -> model_type of transformers
@@ -85,6 +90,29 @@ def reason_for(kind: object) -> str | None:
         return NAMESAKES[kind]
     named = _spelt(IN_GGUF.get(kind, kind))
     return next((reason for reason, kinds in MISSING.items() if named in map(_spelt, kinds)), None)
+
+
+def not_supported(
+    what: str, name: object, place: str, known: Iterable[str], *, reason: str | None, hint: str = LISTED
+) -> UnsupportedModel:
+    """The refusal of a kind of model in `place`: with the reason where one is known, else the nearest of `known` and `hint`.
+
+    >>> print(not_supported("model_type", "lama", "config.json", ["llama", "gemma"], reason=None).message)
+    model_type 'lama' in config.json is not supported; the nearest that is: llama
+    """
+    stems = {_stem(one): one for one in known}
+    near = get_close_matches(_stem(name), stems) if isinstance(name, str) and reason is None else []
+    are = "is" if len(near) == 1 else "are"
+    nearest = f"; the nearest that {are}: {', '.join(stems[stem] for stem in near)}" if near else ""
+    missing = "" if reason is None else f" ({reason})"
+    return UnsupportedModel(
+        f"{what} {name!r} in {place} is not supported{missing}{nearest}", hint=hint if reason is None else None
+    )
+
+
+def _stem(name: str) -> str:
+    """What tells architectures apart: nearly all of them end alike."""
+    return _ENDING.sub("", name).lower()
 
 
 def _spelt(kind: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from diptych.ground.errors import UnsupportedModel
 from diptych.models.gguf.architecture import (
     AFTER,
     AROUND,
@@ -40,7 +39,7 @@ from diptych.models.gguf.architecture import (
     GgufArchitecture,
 )
 from diptych.models.gguf.file import GgufArray, GgufFile
-from diptych.models.refused import reason_for
+from diptych.models.refused import LISTED, not_supported, reason_for
 
 Q_BIAS, O_BIAS, UP_BIAS, Q_NORM = "attn_q.bias", "attn_output.bias", "ffn_up.bias", "attn_q_norm.weight"
 WITH_STATES: dict[str, Any] = {"norms": BEHIND, "norm_added": 1.0, "present": {"attention_bias": Q_BIAS}}
@@ -476,16 +475,13 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
 
 
 def architecture_of(file: GgufFile) -> GgufArchitecture:
-    """What the file says it is. UnsupportedModel, with the list of those that are read, for any other."""
+    """What the file says it is. UnsupportedModel, with the nearest of those that are read, for any other."""
     name = file.metadata.get("general.architecture")
     found = ARCHITECTURES.get(name) if isinstance(name, str) else None
     if found is None:
         reason = reason_for(name)
-        missing = "" if reason is None else f" ({reason})"
-        raise UnsupportedModel(
-            f"architecture {name!r} in {file.path} is not supported{missing}; of GGUF files {', '.join(ARCHITECTURES)} are",
-            hint="its Hugging Face checkpoint may be: the list of those is longer" if reason is None else None,
-        )
+        hint = f"{LISTED}; of Hugging Face folders more kinds are"
+        raise not_supported("architecture", name, str(file.path), ARCHITECTURES, reason=reason, hint=hint)
     if found is OLMO2 and file.metadata.get("olmo2.attention.sliding_window"):
         return OLMO3
     if found is MAMBA_1 and file.metadata.get("mamba.ssm.dt_b_c_rms"):
