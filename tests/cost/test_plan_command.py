@@ -58,6 +58,19 @@ def test_json_holds_the_numbers_with_their_units(capsys):
     assert {"what_if", "speculation", "chunk", "pools"} <= data.keys()
 
 
+@pytest.mark.parametrize(("device", "is_told"), [("h200-141gb-sxm", True), ("h100-80gb-sxm", False)])
+def test_a_bound_that_peaks_contradict_is_explained(capsys, device, is_told):
+    """Prefill was bound by compute, and 137 FLOP per byte stood below a balance of 206 without a word."""
+    words = ("deepseek-v3", "--hardware", device, "--tp", "8")
+    prefill = json.loads(run(capsys, *words, "--json"))["plan"]["prefill"]
+    assert prefill["intensity"] < prefill["balance"]
+    assert (prefill["bound"] == "compute") is is_told
+    told = "prefill is bound by compute as predicted: compute reaches less of its peak than memory" in run(
+        capsys, *words
+    )
+    assert told is is_told
+
+
 def test_picture_is_written(capsys, tmp_path):
     """--picture FILE; the ending chooses the format."""
     file = tmp_path / "plan.svg"

@@ -10,6 +10,7 @@ from tests.cost.test_profile import PROFILE
 
 from diptych.cli.inspect import app as inspect
 from diptych.cli.plan import app
+from diptych.cost.advice import pools_for
 from diptych.cost.calibrated import CalibratedModel
 from diptych.cost.components import cost_of
 from diptych.cost.kv_bytes import kv_bytes_of_context, kv_bytes_per_token, state_bytes
@@ -78,6 +79,14 @@ def test_states_are_in_the_memory_of_a_sequence(
     weights, whole = engine_weight_bytes(setup.model, "bf16"), float(row[4])
     assert whole == pytest.approx((weights + state_bytes(setup.model)) / 1e9, abs=0.005)
     assert whole > float(row[2])
+
+
+@pytest.mark.parametrize("tokens", [16, 4096])
+def test_what_a_prompt_leaves_behind_moves_with_its_states(setup: Setup, tokens: int) -> None:
+    """Two pools of a model without keys sent nothing: as cheap as a split can be."""
+    pools = pools_for(setup, Question(prompt_tokens=tokens))
+    assert pools.kv_bytes == state_bytes(setup.model) > 0
+    assert pools.network_s > 0
 
 
 def test_a_measured_machine_prices_exponentials() -> None:

@@ -17,7 +17,7 @@ from diptych.cost.stacks import stack_names
 from diptych.cost.tables import device_names, device_spec, model_names, model_spec
 from diptych.ground.formats import KV_FORMATS, QUANTS
 from diptych.ground.phase import Phase
-from diptych.ground.specs import HardwareSpec
+from diptych.ground.specs import Bottleneck, HardwareSpec
 from diptych.metrics import percentile
 
 if TYPE_CHECKING:  # the fits behind it are needed by `plan accuracy` alone
@@ -97,6 +97,8 @@ def _phases(console: Console, plan: Plan) -> None:
     for name, cell in lines:
         table.add_row(name, *(cell(report) for report in reports))
     console.print(table)
+    for report in reports:
+        _print_crossing(console, report)
     question = plan.question
     each = f", {question.batch} prompts together" if question.batch > 1 else ""
     console.print(
@@ -106,6 +108,18 @@ def _phases(console: Console, plan: Plan) -> None:
         f"[bold]{duration(plan.decode.predicted_s)}[/bold] "
         f"({1.0 / plan.decode.predicted_s:,.1f} tok/s per stream)"
     )
+
+
+def _print_crossing(console: Console, report: PhasePlan) -> None:
+    """A line where what binds the predicted step is not what would at the machine's peaks."""
+    if report.bound not in (Bottleneck.COMPUTE, Bottleneck.MEMORY):
+        return
+    of_peaks = Bottleneck.COMPUTE if report.intensity >= report.balance else Bottleneck.MEMORY
+    if report.bound is not of_peaks:
+        console.print(
+            f"{report.phase.value} is bound by {report.bound.value} as predicted: {report.bound.value} reaches less of "
+            f"its peak than {of_peaks.value}, by which it would be bound if both reached theirs"
+        )
 
 
 def _work(report: PhasePlan) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 
 from diptych.cost.drafts.acceptance import MOST_DEPTH, chances_at, expected_tokens, speedup
 from diptych.cost.drafts.depths import choose_depths
-from diptych.cost.kv_bytes import kv_bytes_read
+from diptych.cost.kv_bytes import kv_bytes_read, state_bytes
 from diptych.cost.memory import capacity_of
 from diptych.cost.parameters import kv_bytes_stored
 from diptych.cost.planner import Question, decode_work_of, prefill_work_of
@@ -100,7 +100,7 @@ class PoolAdvice:
     prefill_instances: float
     decode_instances: float
     ratio: float  # prefill instances per decode instance
-    kv_bytes: float
+    kv_bytes: float  # that a prompt leaves behind, states among them
     network_s: float
     link_s: float | None
     advice: str
@@ -298,6 +298,7 @@ def pools_for(setup: Setup, question: Question) -> PoolAdvice:
     tax_s = batch / question.output_tokens * prefill_s
     tax_share = tax_s / (decode_s + tax_s)
     kv_bytes = kv_bytes_stored(setup.model, setup.kv, question.prompt_tokens, is_ours=setup.calibration.is_local)
+    kv_bytes += state_bytes(setup.model)
     link = setup.hardware.link_bytes_per_s
     network_s = kv_bytes / NETWORK_BYTES_PER_S
     return PoolAdvice(
