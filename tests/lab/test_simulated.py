@@ -275,6 +275,25 @@ def test_tokens_that_decode_reads_are_told_apart_from_sequences() -> None:
         assert price(shape) == pytest.approx(pace(shape) * (seconds(shape) + n * context * 3e-6) + rest_s, rel=1e-3)
 
 
+class PricedByTokens(Priced):
+    """The same, and tokens of decode cost 10 us where there are more than five sequences, else nothing."""
+
+    def predict_s(self, shape: StepShape) -> float:
+        token_s = 1e-5 if shape.n_sequences > 5 else 0.0
+        return super().predict_s(shape) + shape.decode_context_tokens * token_s
+
+
+def test_tokens_that_cost_less_than_priced_leave_every_step_a_price() -> None:
+    """A calibration ended in "math domain error": of five sequences, cheaper tokens took more than the whole step's price."""
+    climbs = [climb(kernels=lambda shape: 1.0, host=HOST)] * 2
+    profile = profile_host(PricedByTokens(), climbs)
+    assert profile.step_s == pytest.approx(HOST.step_s)
+    usual_s = Form(PricedByTokens(), climbs).at(climbs).usual()
+    for n in (1, 5, 16):
+        shape = StepShape.decode(batch=n, context_tokens=200)
+        assert usual_s(shape) > HOST.time_s(shape)
+
+
 def test_what_a_request_takes_is_not_taken_again_when_it_was_preempted() -> None:
     """It comes and goes once, however often its prompt is read and in however many steps."""
     situation = next(one for one in SITUATIONS if one.name == "preemption")

@@ -51,6 +51,7 @@ APART = 1.5  # times the tokens, from which on two steps tell what tokens take
 ALONE = 13  # tokens of each request that comes alone
 IDLE_S, WOKEN_TOKENS, WAKES = 0.015, 90, 5
 SETTLED = 9  # steps behind one with a prompt, from which on decode is as quick as it gets: a prompt fills the caches
+LEAST_PRICE = 0.1  # of the profile's price, below which cheaper tokens bring no step
 ODD = 1.5  # times its usual time, from which on a step was disturbed
 Climbed = tuple[StepShape, float, float]  # and the seconds that it kept the engine, and those of its kernels
 CONFIG = SchedulerConfig(max_step_tokens=1024, max_running_sequences=SEQUENCES)
@@ -396,7 +397,9 @@ class Form:
         return self._price_s(shape) * math.exp(self._sizes[shape.phase](shape.n_tokens))
 
     def _price_s(self, shape: StepShape) -> float:
-        return kernels_price_s(self._predictor, shape) + shape.decode_context_tokens * self._token.kernels_s
+        price_s = kernels_price_s(self._predictor, shape)
+        # what tokens take less than the profile says of most sizes was more than a step of another: its log was none
+        return max(price_s + shape.decode_context_tokens * self._token.kernels_s, LEAST_PRICE * price_s)
 
     def _settled_host_s(self, shape: StepShape) -> float:
         return self.host.time_s(shape) + shape.decode_context_tokens * self._token.host_s
