@@ -51,7 +51,7 @@ from diptych.lab.experiments.roofline import PARTS, REST
 from diptych.lab.probe import StepParts
 from diptych.lab.report import picture
 from diptych.lab.rounds import Effort, Estimate, Rounds, burst, measure
-from diptych.lab.session import LabRun, choose
+from diptych.lab.session import LabRun, alone_in, choose
 from diptych.lab.style import DECODE, PREFILL, colours_of, log_axis
 
 
@@ -159,6 +159,19 @@ def test_a_sweep_can_be_measured_in_parts_and_noisy_results_again(stage: Stage, 
     )
     assert findings["decode-position"] == "as saved"
     assert findings["kv-cache"] != "as saved"
+
+
+def test_a_second_lab_in_a_folder_is_told_of_the_first(tmp_path: Path) -> None:
+    """Both measured, disturbed each other, and wrote one report over the other."""
+    folder = tmp_path / "new" / "report"
+    with alone_in(folder):
+        with pytest.raises(ConfigError, match=f"another lab measures into {folder}"):
+            lab.app(["--only", "kv-cache", "--out", str(folder)], standalone_mode=False)
+        with alone_in(tmp_path / "other"):
+            pass
+        assert not list(folder.iterdir())
+    with alone_in(folder):
+        pass
 
 
 def test_every_kind_of_operation_belongs_to_one_part_of_a_step(stage: Stage) -> None:

@@ -33,7 +33,7 @@ from diptych.lab.experiments import EXPERIMENTS, QUICK
 from diptych.lab.quality import USUAL_TOKENS, measure_quality
 from diptych.lab.report import prediction_text
 from diptych.lab.rounds import Effort
-from diptych.lab.session import LabRun, choose
+from diptych.lab.session import LabRun, alone_in, choose
 from diptych.lab.simulated import MEASURES, MEDIAN_LIMIT, P99_LIMIT, Compared, chosen, compare
 from diptych.models.named import SHAPES
 
@@ -99,7 +99,7 @@ def lab(
     check_writable(out / "report.html")
     clock = MonotonicClock()
     begin_s = clock.now_s()
-    with console.status("") as status:
+    with alone_in(out), console.status("") as status:
         effort = QUICK_EFFORT if quick else Effort(rounds=repeat, budget_s=budget)
         stage = _stage(model, shape, config, longest_tokens, effort, status.update)
         if stage.cut:

@@ -4,8 +4,11 @@ can be resumed after an interruption, or measured in parts.
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +30,33 @@ def choose(names: Sequence[str]) -> list[Experiment]:
     return [known[name] for name in names] if names else list(EXPERIMENTS)
 
 
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make the folder and keep other labs out of it; ConfigError where one measures into it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another lab measures into {folder}; two at one time would disturb each other's times and write one report",
+                hint="wait for it, or name another folder: --out",
+            ) from None
+        except OSError:
+            pass  # a file system without such locks
+        yield
+    finally:
+        os.close(held)
+
+
 class LabRun:
     """Runs experiments into a folder. A result of the same model and settings found there is kept, not repeated,
     unless its verdict was withheld for noise. The report holds every result of the folder that belongs to this run.
     """
 
     def __init__(self, stage: Stage, folder: Path) -> None:
-        """Make the folder and find out what a result in it must agree with."""
+        """Find out what a result in the folder must agree with."""
         self.kept: list[str] = []  # names of experiments whose earlier results are shown again
         self._stage = stage
         self._folder = folder
@@ -51,7 +74,6 @@ class LabRun:
             "format": FORMAT,
             "longest_tokens": stage.longest_tokens,
         }
-        folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, experiments: Sequence[Experiment], *, on_result: Callable[[Experiment, Outcome], None]) -> Path:
         """Run (or take over) each experiment, rewrite the report after each, and return the page's path."""
