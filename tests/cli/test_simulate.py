@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from diptych.cli.plan import app as plan
 from diptych.cli.simulate import app, seconds
 from diptych.cli.simulate_picture import busy_shares
 from diptych.ground.config import BlockConfig, SchedulerConfig
@@ -217,6 +218,34 @@ def test_a_picture_without_an_ending_is_the_file_that_was_named(tmp_path: Path) 
     """It said "picture: p" and wrote p.png."""
     app([*SERVICE, "--rate", "8/s", "--requests", "9", "--picture", str(tmp_path / "p")])
     assert (tmp_path / "p").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("app", "words"),
+    [
+        (app, ["m-of-no-table", "-d", "l40s", "--rate", "8/s"]),
+        (plan, ["m-of-no-table", "-d", "l40s", "--users", "9", "--slo", "ttft=1s,tpot=80ms"]),
+        (plan, ["llama-3.1-8b", "-d", "l40s"]),
+    ],
+)
+def test_pictures_have_the_endings_that_help_tells(
+    app, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A still one was written to .gif, and what no picture ends in was refused behind minutes of simulation."""
+    with pytest.raises(SystemExit):
+        app([*words, "--picture", str(tmp_path / "p.gif")])
+    assert "p.gif ends in .gif; it must be .png, .svg or .pdf" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "begins"), [("p", b"\x89PNG"), ("p.PNG", b"\x89PNG"), ("p.pdf", b"%PDF"), ("p.svg", b"<?xml")]
+)
+def test_a_plans_picture_is_the_file_that_was_named(name: str, begins: bytes, tmp_path: Path) -> None:
+    """It said "picture: p" and wrote p.png."""
+    plan(["llama-3.1-8b", "-d", "l40s", "--picture", str(tmp_path / name)])
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_bytes().startswith(begins)
 
 
 def test_no_stretch_of_a_picture_is_more_than_full() -> None:

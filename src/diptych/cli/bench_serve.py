@@ -18,6 +18,7 @@ from diptych.cli.options import check_writable
 from diptych.ground.config import env_text
 from diptych.ground.errors import ConfigError
 from diptych.lab.load import DEFINITIONS, LoadConfig, SentRequest, run_load, summarize
+from diptych.lab.pictures import check_picture
 from diptych.workload import LengthRange
 
 app = options.command_app()
@@ -49,7 +50,7 @@ def serve(
     timeout_s: Annotated[float, typer.Option(help="give up on a request after this")] = 600.0,
     as_json: options.AsJson = False,
     out: Annotated[Path | None, typer.Option(help="write the JSON, with every request, to this file")] = None,
-    picture: Annotated[Path | None, typer.Option(help="write a picture (.png or .svg)")] = None,
+    picture: Annotated[Path | None, typer.Option(help="write a picture (.png, .svg, .pdf)")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="say what each number means")] = False,
 ) -> None:
     """Send a seeded load and report latency, rates and goodput."""
@@ -88,8 +89,7 @@ def serve(
         tpot_objective_s=None if tpot_ms is None else tpot_ms / 1e3,
         timeout_s=timeout_s,
     )
-    if picture is not None:
-        working.check_ending(picture)
+    check_picture(picture)
     check_writable(out)
     check_writable(picture)
     outcomes = _run(config, is_quiet=as_json)

@@ -14,8 +14,8 @@ from matplotlib.ticker import PercentFormatter
 
 from diptych.cost.planner import Plan, roof_of
 from diptych.cost.roofline import peak_flops_per_s
-from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
+from diptych.lab.pictures import write_picture
 from diptych.lab.style import DECODE, GREY, PARTS, PREFILL, log_axis
 
 
@@ -28,9 +28,7 @@ def draw(plan: Plan, path: Path) -> None:
         _batches(axes[2], plan)
         figure.suptitle(f"{plan.setup.label}, KV {plan.setup.kv.name}")
         figure.tight_layout()
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the picture {path}: {error}") from None
+        write_picture(figure, path, dpi=130)
     finally:
         plt.close(figure)
 

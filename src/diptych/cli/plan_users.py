@@ -31,6 +31,7 @@ from diptych.cost.sizing import TRIED_TP
 from diptych.cost.tables import device_spec
 from diptych.ground.bounds import Bound, shown
 from diptych.ground.errors import ConfigError
+from diptych.lab.pictures import check_picture
 from diptych.sim.capacity import Ask
 from diptych.sim.link import parse_link
 from diptych.sim.load import usual_context
@@ -78,6 +79,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
 
 
 def _answer(options: argparse.Namespace) -> None:
+    check_picture(options.picture)
     Bound(int, 1, MAX_USERS, "users").take("--users", options.users, ConfigError)
     ask = Ask(
         n_users=options.users,

@@ -32,6 +32,7 @@ from diptych.cost.setup import setup_of
 from diptych.cost.sizing import parse_duration_s, parse_rate
 from diptych.ground.bounds import Bound
 from diptych.ground.errors import ConfigError
+from diptych.lab.pictures import check_picture
 from diptych.metrics import Limits
 from diptych.sim.drafts import StatedDrafts
 from diptych.sim.journal import is_journal, journal_load
@@ -153,6 +154,7 @@ def _parser(prog_name: str) -> argparse.ArgumentParser:
 
 
 def _simulate(options: argparse.Namespace, kind: str) -> None:
+    check_picture(options.picture)
     setup = setup_of(
         options.model,
         options.hardware,

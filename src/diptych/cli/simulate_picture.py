@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from diptych.ground.errors import ConfigError
+from diptych.lab.pictures import write_picture
 from diptych.lab.style import DECODE, FAILED, GREY, PREFILL, log_axis
 from diptych.sim.service import Report
 
@@ -26,10 +26,7 @@ def draw(report: Report, path: Path) -> None:
     _line(lines, report)
     _latency(latency, report)
     figure.suptitle(f"{report.service.label}, {report.n_requests:,} requests")
-    try:
-        figure.savefig(path, dpi=120, format=path.suffix[1:] or "png")  # else matplotlib writes to another name
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the picture {path}: {error}") from None
+    write_picture(figure, path, dpi=120)
 
 
 def _times(report: Report) -> list[float]:

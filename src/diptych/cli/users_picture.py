@@ -8,7 +8,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from diptych.ground.errors import ConfigError
+from diptych.lab.pictures import write_picture
 from diptych.lab.style import GREY, OTHERS, log_axis
 from diptych.sim.pareto import Point
 from diptych.sim.search import Answer
@@ -56,7 +56,4 @@ def draw(found: Answer, points: Sequence[Point], path: Path) -> None:
     log_axis(axes.yaxis)
     title = "solid: both phases in one engine, dashed: two pools"
     figure.legend(fontsize=8, loc="outside lower center", ncols=2, title=title, title_fontsize=8)
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the picture {path}: {error}") from None
+    write_picture(figure, path, dpi=120)

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from diptych.engine.model_profile import local_predictor, profile_gap
     from diptych.engine.report import PhaseObserver, PhaseReport, phase_report
     from diptych.lab.bench import BenchReport, StaticBench
-    from diptych.lab.load_picture import check_ending, draw
+    from diptych.lab.load_picture import draw
     from diptych.lab.mix import MixReport, run_mix
     from diptych.server.run import bind, run_server
 
 __all__ = [
     "ABOVE", "DIRECTIONS", "LLM", "AsyncLLM", "BenchReport", "Completion", "CostView", "Engine", "Held", "LoadedModel",
     "MixReport", "Model", "OutputDelta", "PhaseObserver", "PhaseReport", "StaticBench", "bind", "calibrated",
-    "calibration_of", "check_ending", "draw", "load", "local_predictor", "machine_ceilings", "model_dir", "phase_report",
+    "calibration_of", "draw", "load", "local_predictor", "machine_ceilings", "model_dir", "phase_report",
     "profile_gap", "random_model", "run_linked", "run_mix", "run_server", "save_quantised", "what_is_held",
 ]  # fmt: skip
 
@@ -54,7 +54,7 @@ HOMES = {
     "diptych.engine.model_profile": "local_predictor profile_gap",
     "diptych.engine.report": "PhaseObserver PhaseReport phase_report",
     "diptych.lab.bench": "BenchReport StaticBench",
-    "diptych.lab.load_picture": "check_ending draw",
+    "diptych.lab.load_picture": "draw",
     "diptych.lab.mix": "MixReport run_mix",
     "diptych.server.run": "bind run_server",
 }

@@ -9,22 +9,15 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from diptych.ground.errors import ConfigError
 from diptych.lab.load import SentRequest
+from diptych.lab.pictures import write_picture
 from diptych.lab.style import DECODE, FAILED, PREFILL, linear_axis, log_axis
 
 WAIT, STREAM = PREFILL, DECODE
 
 
-def check_ending(path: Path) -> None:
-    """Raise ConfigError for a name whose ending is no picture's, before there is anything to draw; one without is a PNG."""
-    known = Figure().canvas.get_supported_filetypes()
-    if path.suffix and path.suffix[1:].lower() not in known:
-        raise ConfigError(f"the picture {path} ends in {path.suffix}; it must be one of {', '.join(sorted(known))}")
-
-
 def draw(outcomes: Sequence[SentRequest], summary: dict[str, Any], path: Path) -> None:
-    """Write a PNG, an SVG and others (by the suffix of `path`)."""
+    """Write the picture; the ending of the name chooses the format. Raises ConfigError when it cannot be written."""
     figure = Figure(figsize=(11, 7), layout="constrained")
     (runs, rate), (first, between) = figure.subplots(2, 2)
     _draw_runs(runs, outcomes)
@@ -38,7 +31,7 @@ def draw(outcomes: Sequence[SentRequest], summary: dict[str, Any], path: Path) -
         f"{len(outcomes)} requests, {n_failed} failed, {summary['output_tokens_per_s'] or 0:.0f} output tokens/s",
         fontsize=11,
     )
-    figure.savefig(path, dpi=110, format=path.suffix[1:] or "png")  # else matplotlib writes to another name
+    write_picture(figure, path, dpi=110)
 
 
 def _draw_runs(axes: Axes, outcomes: Sequence[SentRequest]) -> None:
