@@ -248,6 +248,15 @@ def test_a_plans_picture_is_the_file_that_was_named(name: str, begins: bytes, tm
     assert (tmp_path / name).read_bytes().startswith(begins)
 
 
+def test_one_is_counted_in_the_singular(capsys: pytest.CaptureFixture[str]) -> None:
+    """It said "1 requests in 2 s" and "steps of 1 sequences"."""
+    app([*SERVICE, "--users", "1", "--requests", "1", "--max-running-sequences", "1"])
+    page = capsys.readouterr().out
+    for words in ("1 user,", "1 sequence at one time", "1 request in ", "of 1 sequence;", "0 preemptions"):
+        assert words in page
+    assert re.search(r"\b1 [a-z]{3,}s\b", page) is None
+
+
 def test_no_stretch_of_a_picture_is_more_than_full() -> None:
     """Steps counted where they ended: a stretch was 108 % busy, and the one before less than it was."""
     bins = [Bin(prefill_s=1.0), Bin(), Bin(mixed_s=3.0, decode_s=1.0), Bin(decode_s=1.0)]

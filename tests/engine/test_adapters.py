@@ -123,7 +123,7 @@ def test_what_cannot_be_loaded_is_refused_with_its_numbers(
     for wrong in (5, [5], [["poet"]]):
         with pytest.raises(RequestError, match="adapter"):
             llm.generate(["a"], GREEDY, adapter=wrong)
-    with pytest.raises(RequestError, match="1 prompts came with 2 adapters"):
+    with pytest.raises(RequestError, match="1 prompt came with 2 adapters"):
         llm.generate(["a"], GREEDY, adapter=["poet", "poet"])
     assert [one.ref.name for one in llm.engine.adapters.served] == ["poet"]
     with pytest.raises(ConfigError, match="loras has 2 adapters; max_loras is 1"):

@@ -150,6 +150,16 @@ def test_a_backend_that_is_faster_for_a_phase_is_named(
     assert "prefill: the best" not in report.table()
 
 
+def test_one_is_counted_in_the_singular(loaded: LoadedModel) -> None:
+    """It said "prompt 1 tokens = 1 computed + 0 cached"."""
+    llm, observer = LLM(loaded, tiny_config()), PhaseObserver()
+    stop = llm.engine.listen(observer)
+    (done,) = llm.generate([[40]], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    stop()
+    table = phase_report(loaded, observer, ceilings=CEILINGS, usage=done.usage, timings=done.timings).table()
+    assert "  prompt 1 token = 1 computed + 0 cached" in table
+
+
 def test_predictions_of_replayed_steps_say_so(loaded: LoadedModel) -> None:
     """The first steps of a form are recorded, which takes many times what it is predicted to take."""
     observer, done = observed(loaded)

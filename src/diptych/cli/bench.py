@@ -13,6 +13,7 @@ from diptych.cli import options, working
 from diptych.cli.bench_serve import serve
 from diptych.cli.options import console, engine_config, loading_bar, refuse_before
 from diptych.cli.tables import page
+from diptych.ground.bounds import counted
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import ConfigError
@@ -141,7 +142,7 @@ def _print_static(report: working.BenchReport) -> None:
     ceilings = report.ceilings
     table = Table(
         box=None,  # nine columns of numbers stand in 80 characters without one
-        title=f"{escape(report.model)} · {report.backend} · {report.weights} weights · {report.threads} threads\n"
+        title=f"{escape(report.model)} · {report.backend} · {report.weights} weights · {counted(report.threads, 'thread')}\n"
         f"ceilings {ceilings.words()} {ceilings.compute_dtype}",
         caption="ceiling: share of what the machine allows, of the roof named; GB/s: read beside each measurement, "
         f"from the {ceilings.roof}; host: share of the time",
@@ -168,7 +169,8 @@ def _rate(tokens_per_s: float) -> str:
 def _print_mix(report: working.MixReport) -> None:
     rate, ceilings = report.output_tokens_per_s, report.ceilings
     page().print(
-        f"{report.model} · {report.backend} · {report.weights} · {report.requests} requests in {report.wall_s:.2f} s: "
+        f"{report.model} · {report.backend} · {report.weights} · {counted(report.requests, 'request')} in "
+        f"{report.wall_s:.2f} s: "
         f"{rate.median:.1f} output tok/s ({rate.min:.1f}..{rate.max:.1f}), "
         f"{report.total_tokens_per_s.median:.1f} tok/s with prompts; medians of {report.repeats}, ceilings "
         f"{ceilings.words()} {ceilings.compute_dtype}",

@@ -17,6 +17,7 @@ from diptych.cli import options, what_if, working
 from diptych.cli.asked import client_of, fields_of
 from diptych.cli.options import engine_config, given, loading_bar
 from diptych.cli.written import refuse_unread
+from diptych.ground.bounds import counted
 from diptych.ground.config import env_text
 from diptych.ground.errors import ConfigError
 from diptych.ground.request import Segment
@@ -218,7 +219,7 @@ def text_of(explanation: Explanation, gap: str | None = None) -> str:
     n_tokens = sum(part.tokens for part in explanation.parts)
     total_s = explanation.prefill_s or 1e-12
     lines = [
-        f"prompt of {n_tokens} tokens, prefill {_ms(explanation.prefill_s)} ({words[explanation.source]})",
+        f"prompt of {counted(n_tokens, 'token')}, prefill {_ms(explanation.prefill_s)} ({words[explanation.source]})",
         f"  {'part':<24}{'tokens':>8}{'share':>8}{'prefill':>12}{'share':>8}{'cached now':>12}",
     ]
     for part in explanation.parts:
@@ -227,15 +228,16 @@ def text_of(explanation: Explanation, gap: str | None = None) -> str:
             f"{part.cost_s / total_s:>8.0%}{part.cached_tokens:>12}"
         )
     lines += [
-        f"the prefix cache keeps whole blocks of {explanation.block_tokens} tokens:",
-        f"  the next turn of this chat reuses {explanation.next_turn_tokens} tokens, {_ms(explanation.next_turn_saved_s)}",
-        f"  another chat with the same beginning reuses {explanation.new_chat_tokens} tokens, "
+        f"the prefix cache keeps whole blocks of {counted(explanation.block_tokens, 'token')}:",
+        f"  the next turn of this chat reuses {counted(explanation.next_turn_tokens, 'token')}, "
+        f"{_ms(explanation.next_turn_saved_s)}",
+        f"  another chat with the same beginning reuses {counted(explanation.new_chat_tokens, 'token')}, "
         f"{_ms(explanation.new_chat_saved_s)}",
     ]
     if not explanation.reorderings:
         lines.append("no other order of the parts would save more")
     for one in explanation.reorderings:
-        lines.append(f"to save {one.saved_tokens} tokens, {_ms(one.saved_s)}: {one.what}")
+        lines.append(f"to save {counted(one.saved_tokens, 'token')}, {_ms(one.saved_s)}: {one.what}")
     return "\n".join(lines)
 
 

@@ -29,6 +29,7 @@ from diptych.cost.tables import kv_spec
 from diptych.engine.text.template import ChatTemplate
 from diptych.engine.text.tokenizer import Tokenizer
 from diptych.engine.text.words import words_of
+from diptych.ground.bounds import counted
 from diptych.ground.errors import ConfigError, LoadError
 from diptych.ground.formats import engine_quant, head_format, mean_bytes
 from diptych.ground.phase import Phase
@@ -272,13 +273,14 @@ def _show(facts: dict[str, Any]) -> None:
     ffn = model["ffn"] or model["expert_ffn"]
     console.print(
         f"{_count(model['parameters'])} parameters, {_count(model['active_parameters'])} active per token; "
-        f"{model['layers']} layers of width {model['hidden']}"
+        f"{counted(model['layers'], 'layer')} of width {model['hidden']}"
         + (f", MLP {ffn}" if ffn else "")
-        + (f", {model['experts_per_token']} of {model['experts']} experts" if model["experts"] else "")
+        + (f", {model['experts_per_token']} of {counted(model['experts'], 'expert')}" if model["experts"] else "")
         + (f"; {model['heads']} heads on {' or '.join(shapes)}" if model["heads"] else "; states alone, no attention")
     )
     windows = (
-        f"; {model['windowed_layers']} layer{'s see' if model['windowed_layers'] > 1 else ' sees'} {model['window']} tokens"
+        f"; {model['windowed_layers']} layer{'s see' if model['windowed_layers'] > 1 else ' sees'} "
+        f"{counted(model['window'], 'token')}"
         if model["window"]
         else ""
     )
@@ -318,7 +320,7 @@ def _words_line(words: dict[str, Any], *, writes: bool) -> str:
 
 def _show_contents(console: Any, contents: Contents) -> None:
     title = (
-        f"{contents.container}, {len(contents.files)} file(s), {amount(contents.file_bytes)}B, "
+        f"{contents.container}, {counted(len(contents.files), 'file')}, {amount(contents.file_bytes)}B, "
         f"{contents.bits:.2f} bits a weight"
     )
     table = plain_table(title, "part", "stored as", "tensors", "parameters", "bytes", "bits each")

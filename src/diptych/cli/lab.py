@@ -21,6 +21,7 @@ from diptych.cost.profile import profile_path
 from diptych.cost.setup import BUNDLED
 from diptych.engine.load import LoadedModel, bundled_dir, load
 from diptych.engine.model_profile import local_predictor, profile_gap
+from diptych.ground.bounds import counted
 from diptych.ground.clock import MonotonicClock
 from diptych.ground.config import BY_TEXT, ComputeConfig, EngineConfig
 from diptych.ground.errors import ConfigError
@@ -321,7 +322,7 @@ def _print_compared(found: list[Compared]) -> None:
                         ("both", parts.total, alone.total),
                     )
                 )
-                print(f"  {one.situation.name}: {words}, {parts.steps} steps, {times}")
+                print(f"  {one.situation.name}: {words}, {counted(parts.steps, 'step')}, {times}")
     counts = [sum(one.verdict(by_profile=by_profile) is Verdict.HOLDS for one in found) for by_profile in (False, True)]
     print(
         f"{counts[0]} of {len(found)} hold, {counts[1]} by the profile alone: "

@@ -16,6 +16,7 @@ from diptych.cli.tables import page, plain_table
 from diptych.cost.fitting.rows import read_service_rows, text_of
 from diptych.cost.fitting.services import MeasuredService, is_deployments, of_published, read_deployments
 from diptych.cost.tables import data_text
+from diptych.ground.bounds import counted
 from diptych.sim.service_fits import refit_services
 from diptych.sim.truth import Case, Judged, cases_of, judge, possible, summarise_services
 from diptych.sim.workers import Mapped, workers
@@ -116,4 +117,4 @@ def show(found: dict[str, Any]) -> None:
             table.add_row(name, f"{one.rows:,}", *cells)
         console.print(table)
     for reason, n_rows in sorted(found["left_out"].items(), key=lambda item: -item[1]):
-        console.print(f"not used, {n_rows} rows: {reason}")
+        console.print(f"not used, {counted(n_rows, 'row')}: {reason}")

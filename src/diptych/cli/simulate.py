@@ -30,7 +30,7 @@ from diptych.control.router import POLICIES
 from diptych.cost.kv_bytes import state_bytes
 from diptych.cost.setup import setup_of
 from diptych.cost.sizing import parse_duration_s, parse_rate
-from diptych.ground.bounds import Bound
+from diptych.ground.bounds import Bound, counted
 from diptych.ground.errors import ConfigError
 from diptych.lab.pictures import check_picture
 from diptych.metrics import Limits
@@ -283,7 +283,9 @@ def _load(options: argparse.Namespace, kind: str) -> tuple[Load, str]:
             system_tokens=options.shared_prefix,
             seed=options.seed,
         )
-        return UsersLoad(spec), f"{options.users} users, {options.turns} turns, thinking {options.think}, {lengths}"
+        return UsersLoad(
+            spec
+        ), f"{counted(options.users, 'user')}, {options.turns} turns, thinking {options.think}, {lengths}"
     if options.shared_prefix + prompt.high > MOST_PROMPT_TOKENS:
         raise ConfigError(
             f"a prompt may have {options.shared_prefix + prompt.high} tokens; at most {MOST_PROMPT_TOKENS} can be simulated"

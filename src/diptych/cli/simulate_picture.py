@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from diptych.ground.bounds import counted
 from diptych.lab.pictures import write_picture
 from diptych.lab.style import DECODE, FAILED, GREY, PREFILL, log_axis
 from diptych.sim.service import Report
@@ -25,7 +26,7 @@ def draw(report: Report, path: Path) -> None:
     _filled(filled, report)
     _line(lines, report)
     _latency(latency, report)
-    figure.suptitle(f"{report.service.label}, {report.n_requests:,} requests")
+    figure.suptitle(f"{report.service.label}, {counted(report.n_requests, 'request', ',')}")
     write_picture(figure, path, dpi=120)
 
 

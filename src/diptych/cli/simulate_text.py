@@ -10,6 +10,7 @@ from rich.markup import escape
 from diptych.cli.plan_json import plain
 from diptych.cli.tables import amount, duration, page, plain_table
 from diptych.cost.planner import gpu_notes
+from diptych.ground.bounds import counted
 from diptych.sim.pools import Pool, Service
 from diptych.sim.service import Report
 
@@ -92,12 +93,13 @@ def _pool(console: Console, service: Service, pool: Pool) -> None:
     config, part = pool.scheduler, ""
     if service.readers is not None:
         part = "decode on " if pool is service.pool else "prefill on "
-    copies = f"{pool.n_engines} engines, {service.router}: " if pool.n_engines > 1 else ""
+    copies = f"{counted(pool.n_engines, 'engine')}, {service.router}: " if pool.n_engines > 1 else ""
     console.print(f"[bold]{part}{copies}{escape(pool.setup.label)}[/bold], KV {pool.setup.kv.name}")
     budget = "" if config.stall_budget_s is None else f", stall budget {duration(config.stall_budget_s)}"
     console.print(
-        f"each: a KV pool of {pool.kv_tokens:,} tokens, {config.max_running_sequences} sequences at one time "
-        f"({pool.places_reason}), steps of {config.max_step_tokens} tokens at most{budget}, "
+        f"each: a KV pool of {counted(pool.kv_tokens, 'token', ',')}, "
+        f"{counted(config.max_running_sequences or 0, 'sequence')} at one time "
+        f"({pool.places_reason}), steps of {counted(config.max_step_tokens, 'token')} at most{budget}, "
         f"prefix cache {'on' if config.enable_prefix_cache else 'off'}"
     )
     if pool.drafts is not None:
@@ -110,7 +112,7 @@ def _pool(console: Console, service: Service, pool: Pool) -> None:
 
 def _requests(console: Console, report: Report) -> None:
     console.print(
-        f"{report.n_requests:,} requests in {duration(report.duration_s)}: {report.n_complete:,} completed, "
+        f"{counted(report.n_requests, 'request', ',')} in {duration(report.duration_s)}: {report.n_complete:,} completed, "
         f"{report.requests_per_s:.3g} a second; {report.output_tokens_per_s:,.0f} output tokens a second, "
         f"{report.total_tokens_per_s:,.0f} with prompts"
     )
@@ -150,12 +152,13 @@ def _engines(console: Console, report: Report) -> None:
         shares = ", ".join(f"{kind} {share:.1%}" for kind, share in pool.busy.items())
         console.print(f"{name}the engines' time: {shares} (mixed: steps with both)")
         console.print(
-            f"{name}{pool.n_steps:,} steps of {pool.sequences_per_step:.3g} sequences; KV in use {pool.kv_share:.1%}, "
-            f"at most {pool.kv_peak:.1%}; {pool.preemptions:,} preemptions; {pool.waiting_peak:,} waiting at most"
+            f"{name}{counted(pool.n_steps, 'step', ',')} of {counted(pool.sequences_per_step, 'sequence', '.3g')}; KV "
+            f"in use {pool.kv_share:.1%}, "
+            f"at most {pool.kv_peak:.1%}; {counted(pool.preemptions, 'preemption', ',')}; {pool.waiting_peak:,} waiting at most"
         )
     if report.hand_off_s is not None:
         console.print(
-            f"{report.n_sent:,} prompts handed over, {amount(report.sent_bytes)}B of keys and values; last byte "
+            f"{counted(report.n_sent, 'prompt', ',')} handed over, {amount(report.sent_bytes)}B of keys and values; last byte "
             f"{duration(report.hand_off_s.p50)} after the last chunk (p50), {duration(report.hand_off_s.p99)} (p99)"
         )
     if report.prefix_query_tokens:

@@ -11,6 +11,7 @@ from diptych.cli.plan_json import plain
 from diptych.cli.simulate_text import show_times
 from diptych.cli.tables import duration, page, plain_table
 from diptych.cost.layout import PLAIN
+from diptych.ground.bounds import counted
 from diptych.sim.pools import MAX_ENGINES, Service
 from diptych.sim.search import Answer, Layout
 from diptych.sim.service import Report
@@ -101,7 +102,7 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
     cells = "" if n == 1 else f"{n:,} cells, each with a router of its own, of which one was simulated: "
     e2e = "" if ask.limits.e2e_s is None else f", {duration(ask.limits.e2e_s)} in all"
     console.print(
-        f"{cells}[bold]{ask.n_users:,} users of {escape(best.service.pool.setup.model.name)}[/bold]: messages of "
+        f"{cells}[bold]{counted(ask.n_users, 'user', ',')} of {escape(best.service.pool.setup.model.name)}[/bold]: messages of "
         f"{ask.message.low} to {ask.message.high} tokens, answers of {ask.output.low} to {ask.output.high}, {ask.turns} turns, "
         f"thinking {duration(ask.think_s)}; {ask.good_share:.0%} within TTFT {duration(ask.limits.ttft_s)}, "
         f"TPOT {duration(ask.limits.tpot_s)}{e2e}"
@@ -133,7 +134,7 @@ def show(found: Answer, unit: str, left_out: Mapping[str, str]) -> None:
     held = found.confirmed
     words = "holds" if best.holds else "does not hold"
     console.print(
-        f"for longer: {held.n_requests:,} requests in {duration(held.duration_s)}, {held.good_share:.1%} good: "
+        f"for longer: {counted(held.n_requests, 'request', ',')} in {duration(held.duration_s)}, {held.good_share:.1%} good: "
         f"{_words(best.service)} {words}"
     )
     console.print(f"how sure: {_sure(found)}")
@@ -205,18 +206,20 @@ def _crossover(found: Answer) -> str:
         return "only two pools hold"
     if min(pooled) < min(alone):
         since = (
-            f", and do from about {users:,} users on" if users is not None else ", though not for all greater numbers"
+            f", and do from about {counted(users, 'user', ',')} on"
+            if users is not None
+            else ", though not for all greater numbers"
         )
         return f"two pools cost less for these users{since}"
     as_much = "as much as" if min(pooled) == min(alone) else "more than"
     words = f"for these users two pools cost {as_much} engines that do both"
     if users is not None and users > n_users:
-        words += f"; they cost less from about {_round(users):,} users on"
+        words += f"; they cost less from about {counted(_round(users), 'user', ',')} on"
     else:
         words += ", and for up to a hundred times as many"
     tokens = found.crossover_message_tokens
     if tokens is not None:
-        words += f"; or with messages of {tokens:,} tokens and more (an estimate without queues)"
+        words += f"; or with messages of {counted(tokens, 'token', ',')} and more (an estimate without queues)"
     elif found.most_message_tokens is not None:
         words += (
             f"; messages longer than {found.most_message_tokens:,} tokens were not looked at, as "

@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 from diptych.cli.asked import client_of, fields_of
 from diptych.cost.setup import setup_of
+from diptych.ground.bounds import counted
 from diptych.ground.config import AS_STORED
 from diptych.ground.errors import ConfigError
 from diptych.sim.counterfactual import USUAL_CHANGES, Change, Machine, what_if
@@ -50,7 +51,7 @@ def text_of(found: dict[str, Any]) -> str:
     width = max(len(row["words"]) for row in rows) + 1  # with the usual changes the lines have 78 characters
     lines = [
         f"request {found['id']}: {found['prompt_tokens']} prompt tokens; "
-        f"{found['requests']} requests and {found['steps']} steps are remembered",
+        f"{counted(found['requests'], 'request')} and {counted(found['steps'], 'step')} are remembered",
         f"  {'':<{width}}{'queue':>10}{'prefill':>10}{'TTFT':>10}{'TPOT':>10}{'cached':>8}",
     ]
     for row in rows:

@@ -23,6 +23,7 @@ from diptych.control.entry import check_prompt
 from diptych.control.router import Place, Price, Router, TokenPrice
 from diptych.control.seen import SeenPrefixes
 from diptych.control.stats import CoreStats, WorkerCounts, WorkerStats
+from diptych.ground.bounds import counted
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, ConfigError, EngineError, ExecutorError, RequestError
 from diptych.ground.events import (
@@ -442,7 +443,9 @@ class ClusterCore:
         one.decoder = one.reader = None
         one.n_moves += 1
         if one.n_moves > MAX_MOVES:
-            error = ExecutorError(f"{one.n_moves} workers died with this request", hint="see the server's log")
+            error = ExecutorError(
+                f"{counted(one.n_moves, 'worker')} died with this request", hint="see the server's log"
+            )
             self._made += self._end(request_id, one, self._now_s(), FinishReason.ERROR, error)
             return
         self._place(request_id)

@@ -21,7 +21,7 @@ from diptych.engine.holder import EngineHolder
 from diptych.engine.load import LoadedModel, Progress, make_engine, opened
 from diptych.engine.prompts import Prompt, prompt_list
 from diptych.engine.text.template import RenderedPrompt
-from diptych.ground.bounds import entries, text
+from diptych.ground.bounds import counted, entries, text
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import CapacityError, EngineError, RequestError
 from diptych.ground.events import Timings, Usage
@@ -144,14 +144,18 @@ class LLM:
             sampling = [sampling or SamplingParams()] * len(asked)
         settings = entries("sampling", sampling, RequestError, rule="SamplingParams, or a list of them for the prompts")
         if len(settings) != len(asked):
-            raise RequestError(f"{len(asked)} prompts came with {len(settings)} sampling settings", param="sampling")
+            raise RequestError(
+                f"{counted(len(asked), 'prompt')} came with {len(settings)} sampling settings", param="sampling"
+            )
         names = (
             [adapter] * len(asked)
             if adapter is None or isinstance(adapter, str)
             else list(entries("adapter", adapter, RequestError, rule="a name, or one name or None for each prompt"))
         )
         if len(names) != len(asked):
-            raise RequestError(f"{len(asked)} prompts came with {len(names)} adapters", param="adapter")
+            raise RequestError(
+                f"{counted(len(asked), 'prompt')} came with {counted(len(names), 'adapter')}", param="adapter"
+            )
         arrival_s = self.engine.clock.now_s()
         with self._turns:
             requests = [
@@ -248,7 +252,7 @@ class LLM:
         first = first * len(second) if len(first) == 1 else first
         if len(first) != len(second):
             raise RequestError(
-                f"{len(first)} texts came with {len(second)} pairs; give one text, or as many", param="pairs"
+                f"{counted(len(first), 'text')} came with {len(second)} pairs; give one text, or as many", param="pairs"
             )
         prompts = [encoder.to_classify(a, b, instruction=instruction) for a, b in zip(first, second, strict=True)]
         return [classification(opened, encoder) for opened in self._read(prompts, adapter)]

@@ -14,7 +14,7 @@ from diptych.cost.profile import COMMANDS, is_measured, load_profile
 from diptych.cost.roofline import NoRate
 from diptych.engine.cost_view import CostView
 from diptych.engine.memory import memory_of
-from diptych.ground.bounds import real
+from diptych.ground.bounds import counted, real
 from diptych.ground.errors import ConfigError
 from diptych.ground.phase import Phase
 from diptych.models.gpu_kernels import left_to_torch
@@ -99,7 +99,7 @@ def _unlike_cpu(profile: dict[str, Any], model: Model) -> str | None:
     if measured == own:
         measured, own = profile.get("kernels", model.instruction_set), model.instruction_set
     if measured == own:
-        measured, own = (f"{n} thread{'s' * (n != 1)}" for n in (profile.get("threads", model.threads), model.threads))
+        measured, own = (counted(n, "thread") for n in (profile.get("threads", model.threads), model.threads))
     return None if measured == own else f"with {measured}, not with {own}"
 
 

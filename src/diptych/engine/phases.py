@@ -26,7 +26,7 @@ from diptych.compute.kv_store import KVStore
 from diptych.compute.loading.quant import CHECKSUMS, checksum, checksums_of
 from diptych.engine.load import LoadedModel, opened
 from diptych.engine.pool_size import size_pool
-from diptych.ground.bounds import Bound, ids, shown
+from diptych.ground.bounds import Bound, counted, ids, shown
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import CapacityError, ConfigError, LoadError, PromptTooLong, RequestError
 
@@ -278,7 +278,9 @@ class TwoPhase:
         checked = ids("prompt", token_ids, RequestError, n_ids=self.model.spec.vocab_size)
         total = len(state.token_ids) + len(checked)
         if total > self.max_context_tokens:
-            raise PromptTooLong(f"the sequence would have {total} tokens; at most {self.max_context_tokens} fit")
+            raise PromptTooLong(
+                f"the sequence would have {counted(total, 'token')}; at most {self.max_context_tokens} fit"
+            )
         return checked
 
     def _compute(self, state: PhaseState, token_ids: list[int]) -> None:

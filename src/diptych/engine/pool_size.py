@@ -11,6 +11,7 @@ from diptych.cost.kv_bytes import STATE_BYTES
 from diptych.cost.places import STATE_MEMORY_SHARE, state_places
 from diptych.engine.drafters import OpenDrafter
 from diptych.engine.memory import Memory, memory_of
+from diptych.ground.bounds import counted
 from diptych.ground.config import EngineConfig
 from diptych.ground.errors import CapacityError, ConfigError
 from diptych.models.spec import ModelSpec
@@ -117,7 +118,8 @@ def _places(state_bytes: int, memory_bytes: int, config: EngineConfig) -> int:
         raise CapacityError(
             f"{least} sequences need {least * state_bytes} bytes for their states; {memory_bytes} bytes are allowed for those "
             f"and the KV cache, {STATE_MEMORY_SHARE:.0%} of them for states",
-            hint="raise kv_memory_bytes" + ("" if running is None else f", or ask for at most {found} sequences"),
+            hint="raise kv_memory_bytes"
+            + ("" if running is None else f", or ask for at most {counted(found, 'sequence')}"),
         )
     return found
 

@@ -14,6 +14,7 @@ from diptych.cost.calibrated import CalibratedModel
 from diptych.engine.cost_view import CostView
 from diptych.engine.load import LoadedModel
 from diptych.engine.model_profile import faster_backends, faster_kernels, local_predictor, profile_gap
+from diptych.ground.bounds import counted
 from diptych.ground.events import Event, Timings, Usage
 from diptych.ground.phase import Phase
 from diptych.ground.shape import StepShape
@@ -91,7 +92,7 @@ class PhaseReport:
         """A few aligned lines for a terminal."""
         head = (
             f"phase report · {self.model} · {self.backend} backend ({self.kernels}), {self.weights} weights, "
-            f"{self.threads} threads · "
+            f"{counted(self.threads, 'thread')} · "
             f"ceilings {self.ceilings.words()}"
         )
         lines = [head]
@@ -126,7 +127,8 @@ class PhaseReport:
                 "  predicted: replayed steps; the first ones of their size are recorded, or launched by kernels"
             )
         lines.append(
-            f"  prompt {usage.prompt_tokens} tokens = {usage.computed_tokens} computed + {usage.cached_tokens} cached"
+            f"  prompt {counted(usage.prompt_tokens, 'token')} = {usage.computed_tokens} computed + "
+            f"{usage.cached_tokens} cached"
         )
         if usage.drafted_tokens and self.tokens_per_decode_step is not None:
             gained = ""

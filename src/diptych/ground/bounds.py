@@ -112,7 +112,7 @@ def text(name: str, value: object, error: type[EngineError], *, least: int = 0, 
     """`value` when it is a string of Unicode characters with a length within the limits."""
     words = exactly(str, name, value, error)
     if not least <= len(words) <= most:
-        raise error(f"{name} has {len(words)} characters; it must have {least} to {most}", param=name)
+        raise error(f"{name} has {counted(len(words), 'character')}; it must have {least} to {most}", param=name)
     if (lone := lone_surrogate(words)) is not None:
         raise error(f"{name} has {lone}; it must be valid Unicode", param=name)
     return words
@@ -153,6 +153,16 @@ def ids(name: str, value: object, error: type[EngineError], *, n_ids: int) -> tu
         f"{name} has token id {shown(given[at])} at place {at}; ids are whole numbers between 0 and {n_ids - 1}",
         param=name,
     )
+
+
+def counted(n: float, thing: str, form: str = "") -> str:
+    """A number with what it counts, in the singular where it reads as one. form: of the number, as in a format string.
+
+    >>> counted(1, "token"), counted(0, "token"), counted(2048, "token", ","), counted(0.98, "step", ".1f")
+    ('1 token', '0 tokens', '2,048 tokens', '1.0 steps')
+    """
+    text = format(n, form)
+    return f"{text} {thing}{'s' * (text != '1')}"
 
 
 def shown(value: object) -> str:

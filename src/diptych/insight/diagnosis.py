@@ -11,6 +11,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from diptych.ground.bounds import counted
+
 # what we look for -> the names it has, first found wins
 HISTOGRAMS = {
     "ttft_s": ("vllm:time_to_first_token_seconds", "diptych_ttft_seconds"),
@@ -263,7 +265,8 @@ def _prompt_length(n: dict[str, float | None]) -> Finding | None:
         cause="prompt length",
         severity=share,
         evidence=f"reading the prompt takes {_s(prefill)} of {_s(queue + prefill)} to the first token ({share:.0%}): "
-        f"{tokens:.0f} tokens on average, {prefill / tokens * 1e3:.2f} ms per token; {cached} of them came from the cache",
+        f"{counted(tokens, 'token', '.0f')} on average, {prefill / tokens * 1e3:.2f} ms per token; {cached} of them "
+        "came from the cache",
         advice="put what repeats (system prompt, tools, documents) first and unchanged so that it is cached; "
         "`diptych explain` shows which part costs what",
     )
@@ -279,7 +282,8 @@ def _prefill_batching(n: dict[str, float | None]) -> Finding | None:
         about="ttft",
         cause="prefill batching",
         severity=0.4,
-        evidence=f"steps hold up to {step:.0f} tokens (p95) while a prompt has {prompt:.0f}: prompts are read together, "
+        evidence=f"steps hold up to {counted(step, 'token', '.0f')} (p95) while a prompt has {prompt:.0f}: prompts "
+        "are read together, "
         f"and each waits for all of its step ({_s(prefill)} on average)",
         advice="lower --max-step-tokens, so that a short prompt does not wait for its neighbours' tokens",
     )
@@ -296,7 +300,7 @@ def _cold_start(n: dict[str, float | None]) -> Finding | None:
         about="ttft",
         cause="cold start",
         severity=0.3,
-        evidence=f"only {requests:.0f} requests so far, the slowest near {_s(p99)} and the usual {_s(p50)}{load}",
+        evidence=f"only {counted(requests, 'request', '.0f')} so far, the slowest near {_s(p99)} and the usual {_s(p50)}{load}",
         advice="send one request after start before you measure; keep the process alive between bursts",
     )
 
@@ -347,7 +351,8 @@ def _cache_pressure(n: dict[str, float | None]) -> Finding | None:
         about="tokens_per_s",
         cause="cache pressure",
         severity=min(1.0, 0.3 + preemptions / max(1.0, requests)),
-        evidence=f"{in_use}{preemptions:.0f} preemptions for {requests:.0f} requests, each of which is computed again",
+        evidence=f"{in_use}{counted(preemptions, 'preemption', '.0f')} for {counted(requests, 'request', '.0f')}, "
+        "each of which is computed again",
         advice="raise --kv-memory-bytes, use --kv int8, shorten contexts, or run fewer sequences at one time",
     )
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from diptych.ground.bounds import counted
+
 # text that is different in every request and so ends the part of a prompt that the cache can keep
 VOLATILE = (
     ("a time", re.compile(r"\b\d{1,2}:\d{2}(:\d{2})?\b")),
@@ -126,7 +128,7 @@ def _reorderings(
         if reused > kept:
             found.append(
                 Reordering(
-                    what=f"{name} holds {what} after {before} tokens, and nothing behind it can be reused; "
+                    what=f"{name} holds {what} after {counted(before, 'token')}, and nothing behind it can be reused; "
                     "move it into the last message",
                     saved_tokens=reused - kept,
                     saved_s=_cost_before(parts, reused) - _cost_before(parts, kept),

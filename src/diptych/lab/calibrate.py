@@ -33,6 +33,7 @@ from diptych.compute.runner import Model, choose_backend, random_model
 from diptych.cost.calibration import CACHE_REACH
 from diptych.cost.profile import SCHEMA, profile_path
 from diptych.engine.cost_view import CostView
+from diptych.ground.bounds import counted
 from diptych.ground.clock import wall_time_s
 from diptych.ground.config import ComputeConfig
 from diptych.ground.formats import KV_IN_BYTES, KeptFormat, rows_dtype
@@ -335,7 +336,7 @@ def _profile(
         "kernels": kernels,
         "date": datetime.fromtimestamp(wall_time_s(), UTC).date().isoformat(),
         "threads": placement.threads,
-        "provenance": f"diptych {__version__} lab calibrate, {backend} backend, {placement.threads} threads",
+        "provenance": f"diptych {__version__} lab calibrate, {backend} backend, {counted(placement.threads, 'thread')}",
         "memory_bytes_per_s": read_bytes_per_s,
         "memory_bytes": float(psutil.virtual_memory().total),
         "flops_per_s": rates,

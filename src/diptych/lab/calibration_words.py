@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diptych.engine.model_profile import FASTER
+from diptych.ground.bounds import counted
 
 
 def calibration_words(profile: Mapping[str, Any]) -> list[str]:
@@ -16,7 +17,7 @@ def calibration_words(profile: Mapping[str, Any]) -> list[str]:
         *(_of_gpu(profile) if is_gpu else _of_cpu(profile)),
         *(
             f"  {phase}: median error {residual['median_error']:.1%}, measured/predicted - 1 from {residual['low']:+.0%} "
-            f"to {residual['high']:+.0%} over {residual['rows']} steps{how}"
+            f"to {residual['high']:+.0%} over {counted(residual['rows'], 'step')}{how}"
             for phase, residual in profile["residuals"].items()
         ),
     ]

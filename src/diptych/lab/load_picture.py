@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from diptych.ground.bounds import counted
 from diptych.lab.load import SentRequest
 from diptych.lab.pictures import write_picture
 from diptych.lab.style import DECODE, FAILED, PREFILL, linear_axis, log_axis
@@ -28,7 +29,7 @@ def draw(outcomes: Sequence[SentRequest], summary: dict[str, Any], path: Path) -
     _draw_share(between, gaps, "inter-token latency, ms", STREAM)
     n_failed = len(outcomes) - len(answered)
     figure.suptitle(
-        f"{len(outcomes)} requests, {n_failed} failed, {summary['output_tokens_per_s'] or 0:.0f} output tokens/s",
+        f"{counted(len(outcomes), 'request')}, {n_failed} failed, {summary['output_tokens_per_s'] or 0:.0f} output tokens/s",
         fontsize=11,
     )
     write_picture(figure, path, dpi=110)

@@ -21,6 +21,7 @@ from diptych.cost.kv_bytes import kv_bytes_of_context
 from diptych.cost.setup import Setup, find_hardware
 from diptych.cost.sizing import parse_duration_s
 from diptych.cost.step_time import StepTimeModel
+from diptych.ground.bounds import counted
 from diptych.ground.clock import VirtualClock
 from diptych.ground.config import BlockConfig, SchedulerConfig
 from diptych.ground.errors import CapacityError, ConfigError, RequestError
@@ -243,7 +244,7 @@ class Counterfactual:
             )
         if len(minutes.steps) < LEAST_STEPS:
             raise ConfigError(
-                f"the minutes hold {len(minutes.steps)} steps; at least {LEAST_STEPS} tell how long one takes"
+                f"the minutes hold {counted(len(minutes.steps), 'step')}; at least {LEAST_STEPS} tell how long one takes"
             )
         self._learned = StepTimeModel()
         for shape, time_s in minutes.steps:

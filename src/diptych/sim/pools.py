@@ -19,7 +19,7 @@ from diptych.cost.memory import capacity_of
 from diptych.cost.parameters import kv_bytes_stored
 from diptych.cost.places import Places, beside_states, places, state_places
 from diptych.cost.setup import Setup
-from diptych.ground.bounds import Bound
+from diptych.ground.bounds import Bound, counted
 from diptych.ground.config import BlockConfig, SchedulerConfig, at_least
 from diptych.ground.errors import ConfigError
 from diptych.ground.shape import StepShape
@@ -276,7 +276,9 @@ class Service:
         """One of several equal cells that each have a router of their own. ConfigError where they do not divide."""
         for pool in self.pools:
             if pool.n_engines % of:
-                raise ConfigError(f"{pool.n_engines} engines cannot be divided into {of} cells", hint="use a divisor")
+                raise ConfigError(
+                    f"{counted(pool.n_engines, 'engine')} cannot be divided into {of} cells", hint="use a divisor"
+                )
         pools = [replace(pool, n_engines=pool.n_engines // of) for pool in self.pools]
         return replace(self, pool=pools[0], readers=pools[1] if len(pools) > 1 else None)
 
