@@ -16,6 +16,7 @@ from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.compute.ops.cpus import Placement
 from diptych.engine import model_profile
 from diptych.engine import report as report_room
+from diptych.engine.async_llm import AsyncLLM
 from diptych.engine.cost_view import CostView
 from diptych.engine.llm import LLM, Completion
 from diptych.engine.load import LoadedModel
@@ -215,6 +216,18 @@ def test_a_damaged_profile_costs_predictions_and_no_answer(
     report = phase_report(loaded, observer, ceilings=CEILINGS, usage=done.usage, timings=done.timings)
     assert f"no prediction: {words}" in report.table()
     assert "(diptych lab calibrate writes it anew)" in report.table()
+
+
+def test_only_who_serves_is_warned_of_steps_that_hold_others(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A chat was told of running streams that wait for others' prompts, and of an option that it does not have."""
+    slow = SimpleNamespace(predict_s=lambda shape: 3.4, predict=lambda shape: SimpleNamespace(total_s=3.4))
+    monkeypatch.setattr(load_room, "local_predictor", lambda model: slow)
+    LLM(loaded, tiny_config())
+    assert "running streams" not in caplog.text
+    AsyncLLM(loaded, tiny_config())
+    assert "running streams may wait 3.4 s for others' prompts; --stall-budget-ms" in caplog.text
 
 
 def test_layers_and_experts_of_several_formats_are_seen_as_they_are(loaded: LoadedModel) -> None:

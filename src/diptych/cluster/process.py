@@ -23,7 +23,7 @@ from diptych.cluster.runner import WorkerRunner
 from diptych.cluster.worker import Worker
 from diptych.compute.sampling.structured import GrammarCompiler
 from diptych.cost.shared_machine import Speeds
-from diptych.engine.load import load, make_machinery
+from diptych.engine.load import load, make_machinery, warn_of_long_steps
 from diptych.engine.memory import memory_of
 from diptych.engine.model_profile import local_predictor, profile_gap
 from diptych.engine.pool_size import KV_MEMORY_SHARE
@@ -61,6 +61,7 @@ class WorkerProcess:
         machinery = make_machinery(
             loaded.model, with_memory(config, share), clock=clock, grammars=grammars, loaded=loaded
         )
+        warn_of_long_steps(loaded.model, config, machinery.core.context_limit_tokens)
         node = node_id()
         self._facts = Facts.of(name, machinery.core, node=node, pid=psutil.Process().pid)
         self._clock = clock

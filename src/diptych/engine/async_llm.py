@@ -14,7 +14,7 @@ from typing import Any, Self
 from diptych.control.stats import CoreStats, WorkerStats
 from diptych.engine.engine import Engine, OpenRequest, OutputDelta
 from diptych.engine.holder import EngineHolder
-from diptych.engine.load import LoadedModel, Progress, make_engine, opened
+from diptych.engine.load import LoadedModel, Progress, make_engine, opened, warn_of_long_steps
 from diptych.engine.model_profile import profile_gap
 from diptych.engine.prompts import Prompt
 from diptych.ground.config import EngineConfig
@@ -149,6 +149,8 @@ class AsyncLLM:
             make_engine(self.loaded, self.config) if engine is None else engine,
             owns_model=not isinstance(model, LoadedModel),
         )
+        if engine is None:
+            warn_of_long_steps(self.loaded.model, self.config, self._held.engine.core.context_limit_tokens)
         self.failure: BaseException | None = None
         self.is_draining = False
         # why the measured profile of this machine predicts no steps; None where it does

@@ -296,7 +296,17 @@ def _tell_defaults(
         return
     full_s = calibrated.predict_s(StepShape.prefill(batch=1, new_tokens=min(most, context)))
     logger.info("step limits max_step_tokens=%d stall_budget_s=%s predicted_full_step_s=%.3g", most, budget_s, full_s)
-    if budget_s is None and full_s > LONG_STEP_S:
+
+
+def warn_of_long_steps(model: Model, config: EngineConfig, context: int) -> None:
+    """Warn where a full step of prefill is predicted to hold running streams for long. For those who serve: a chat and a batch
+    have no strangers' streams, nor the option.
+    """
+    calibrated, scheduler = local_predictor(model), config.scheduler
+    if calibrated is None or scheduler.stall_budget_s is not None:
+        return
+    full_s = calibrated.predict_s(StepShape.prefill(batch=1, new_tokens=min(scheduler.max_step_tokens, context)))
+    if full_s > LONG_STEP_S:
         logger.warning(
             "running streams may wait %.1f s for others' prompts; --stall-budget-ms %d keeps their steps short",
             full_s, MAX_STEP_S * 1e3,
