@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from io import StringIO
 
@@ -70,3 +71,21 @@ def test_pages_fit_a_terminal(
         assert f" {unit} " not in {f" {' '.join(line.split())} " for line in text.splitlines()}, (
             "a unit alone in a line"
         )
+
+
+@pytest.mark.parametrize(("columns", "is_fitted"), [(60, True), (30, False)])
+def test_tables_of_narrower_terminals_fit_where_their_words_do(
+    columns: int, is_fitted: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were 71 columns wide at 60, and the terminal cut each row. Where no table can be had, rows are whole as before."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    simulate(["llama-3.1-8b", "-d", "l40s", "--rate", "4/s", "--requests", "20"])
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out).splitlines()
+    begin = next(number for number, line in enumerate(lines) if "\u2500" in line)
+    rows = lines[begin - 1 : next(number for number, line in enumerate(lines) if line.startswith(" end to end")) + 1]
+    assert len(rows) > 6
+    assert (max(map(len, rows)) <= columns) is is_fitted
+    assert "time to first token" in "\n".join(rows)

@@ -13,12 +13,14 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 PIPED_COLUMNS = 120  # width of tables that go to a file or a pipe
-LEAST_COLUMNS = 80  # narrower tables break numbers apart, and at last show none
+LEAST_COLUMNS = 80  # where all our tables can be had; some fit into fewer
 WHOLE_NUMBER = 9  # characters of a cell that stays whole: a number with its unit
 WHOLE_UNIT = 11  # and what may stand beside it, such as an interval
 
 
 class _Console(Console):
+    terminal_columns: int | None = None  # where the terminal is narrower than the page
+
     def on_broken_pipe(self) -> None:
         """Leave a closed pipe (`diptych plan ... | head`) to the one handler of all commands; rich would exit 1."""
         raise
@@ -27,24 +29,31 @@ class _Console(Console):
 def page() -> Console:
     """Standard output, as wide as the terminal, where lines break between words; in a file or a pipe lines stay whole.
 
-    So they do in a terminal that is narrower than our tables can be, which breaks them itself.
+    So they do in a terminal narrower than LEAST_COLUMNS, which breaks them itself; tables fit it as far as their words do.
     """
     if not sys.stdout.isatty():
         return _Console(highlight=False, soft_wrap=True, width=PIPED_COLUMNS)
     columns = Console().width
-    return _Console(highlight=False, soft_wrap=columns < LEAST_COLUMNS, width=max(columns, LEAST_COLUMNS))
+    made = _Console(highlight=False, soft_wrap=columns < LEAST_COLUMNS, width=max(columns, LEAST_COLUMNS))
+    made.terminal_columns = min(columns, LEAST_COLUMNS)
+    return made
 
 
 class _PlainTable(Table):
-    """On a narrow terminal the gaps go, then headings and long cells break between words, then names; numbers stay whole."""
+    """On a narrow terminal the gaps go, then headings and long cells break between words, then names, at last numbers."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if self.__rich_measure__(console, options).maximum > options.max_width:
+        widest = getattr(console, "terminal_columns", None) or options.max_width
+        if self.__rich_measure__(console, options).maximum > min(widest, options.max_width):
             self.padding = 0
-            self._fit(console, options.max_width - len(self.columns) - 1)
+            beside = len(self.columns) + 1
+            # where a narrow terminal has no room for its words and numbers, the table is as wide as the page
+            if not self._fit(console, widest - beside):
+                self._fit(console, options.max_width - beside)
         yield from super().__rich_console__(console, options)
 
-    def _fit(self, console: Console, room: int) -> None:
+    def _fit(self, console: Console, room: int) -> bool:
+        """Set the widths; False where nothing that is whole fits."""
         columns = [
             [console.render_str(str(cell)).plain for cell in (column.header, *column.cells)] for column in self.columns
         ]
@@ -60,11 +69,12 @@ class _PlainTable(Table):
             if sum(widths) <= room:
                 break
         else:
-            return  # rich divides what there is
+            return False  # rich divides what there is
         for column, cells, width in zip(self.columns, columns, widths, strict=True):
             more = min(room - sum(widths), max(map(len, cells)) - width)
             column.width, room = width + more, room - more
         self.columns[0].no_wrap = whole_name
+        return True
 
 
 def _least_width(cells: Sequence[str], whole: int) -> int:
