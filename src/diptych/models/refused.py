@@ -97,8 +97,8 @@ def not_supported(
 ) -> UnsupportedModel:
     """The refusal of a kind of model in `place`: with the reason where one is known, else the nearest of `known` and `hint`.
 
-    >>> print(not_supported("model_type", "lama", "config.json", ["llama", "gemma"], reason=None).message)
-    model_type 'lama' in config.json is not supported; the nearest that is: llama
+    >>> print(not_supported("model_type", "qwen9", "config.json", ["qwen3", "gemma"], reason=None).message)
+    model_type 'qwen9' in config.json is not supported; the nearest that is: qwen3
     """
     stems = {_stem(one): one for one in known}
     near = get_close_matches(_stem(name), stems) if isinstance(name, str) and reason is None else []
