@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from diptych.lab.experiment import Outcome, Verdict, quantity
+from diptych.lab.experiment import Outcome, Roof, Verdict, quantity
 from diptych.lab.experiments import lengths
 from diptych.lab.report import picture
 from diptych.lab.rounds import Rounds
@@ -57,6 +58,21 @@ def test_words_of_dots_that_meet_stand_on_different_sides() -> None:
     label_dots(axes, [1.0, 12.0, 12.5, 400.0], [1.0, 8.0, 8.1, 9.0], ["1", "16", "64", "512"])
     offsets = [text.xyann for text in axes.texts]
     assert offsets[0] == offsets[1] == offsets[3] != offsets[2]
+
+
+def test_parts_of_steps_have_a_panel_without_words() -> None:
+    """A lab ended at its roofline: the panel of parts has no word beside its dots, and the farthest of none was asked for."""
+    steady = Rounds(np.array([[1.0, 2.0]] * 5))
+    units = ("Gop/s, whole steps", "Gop/s, parts of a step")
+    own = (
+        replace(quantity("decode", 1.0, steady.point(0), units[0]), label="1"),
+        quantity("decode: MLP", 1.0, steady.point(1), units[1]),
+    )
+    roofs = (Roof(name="memory", slope=6.0, flat=12.0),)
+    outcome = Outcome(points=own, verdict=Verdict.HOLDS, finding="x", roofs=roofs)
+    figure = picture(choose(["roofline"])[0], outcome)
+    figure.canvas.draw()
+    assert [[text.get_text() for text in axes.texts] for axes in figure.axes] == [["1"], []]
 
 
 def test_a_number_stands_above_its_dot() -> None:

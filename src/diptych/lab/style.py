@@ -84,6 +84,8 @@ def linear_axis(axis: Axis, values: Sequence[float] = ()) -> None:
 
 def label_dots(axes: Axes, xs: Sequence[float], ys: Sequence[float], texts: Sequence[str], **style: Any) -> None:
     """A small word beside each dot, of positive x and y on logarithmic axes: of two that nearly meet, each on another side."""
+    if not xs:
+        return
     x_room, y_room = ((max(values) / min(values)) ** LABEL_SHARE for values in (xs, ys))
     for number, (x, y, text) in enumerate(zip(xs, ys, texts, strict=True)):
         near = sum(
