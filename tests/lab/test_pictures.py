@@ -75,6 +75,21 @@ def test_parts_of_steps_have_a_panel_without_words() -> None:
     assert [[text.get_text() for text in axes.texts] for axes in figure.axes] == [["1"], []]
 
 
+@pytest.mark.parametrize("ridge", [0.2, 2.0, 20.0])
+def test_a_roof_rises_to_its_ridge_and_is_flat_behind(ridge: float) -> None:
+    """One whose ridge lay left of all dots was drawn back and down to it, from above."""
+    steady = Rounds(np.array([[1.0, 2.0]] * 5))
+    own = tuple(replace(quantity("decode", x, steady.point(i), "Gop/s"), label="1") for i, x in enumerate((1.0, 10.0)))
+    roofs = (Roof(name="memory", slope=12.0 / ridge, flat=12.0),)
+    axes = picture(choose(["roofline"])[0], Outcome(points=own, verdict=Verdict.HOLDS, finding="x", roofs=roofs)).axes[
+        0
+    ]
+    (roof,) = (line for line in axes.lines if line.get_label() == "roof: memory")
+    xs, ys = roof.get_data()
+    assert list(xs) == sorted(xs)
+    assert list(ys) == [pytest.approx(min(12.0, x * 12.0 / ridge)) for x in xs]
+
+
 def test_a_number_stands_above_its_dot() -> None:
     """A cold start's "11.1 s" was written across its dot, whose interval was narrower than the dot."""
     figure = drawn("cold-start", {0: 11100.0, 1: 207.0, 2: 7.5}, x_names=("a", "b", "c"))

@@ -242,8 +242,8 @@ def _curves(axes: Axes, experiment: Experiment, points: Sequence[Point]) -> None
 
 def _under_roof(axes: Axes, points: Sequence[Point], roofs: Sequence[Roof]) -> None:
     """Dots in the colour of their phase and the shape of their part, under the measured roofs; steps say their batch."""
-    least = min(p.x for p in points) / 1.5
-    most = max(*(p.x for p in points), *(roof.flat / roof.slope for roof in roofs)) * 1.8
+    shown = [*(p.x for p in points), *(roof.flat / roof.slope for roof in roofs)]
+    least, most = min(shown) / 1.5, max(shown) * 1.8
     for roof, line in zip(roofs, ("-", "--", ":"), strict=False):
         ends = least, roof.flat / roof.slope, most
         axes.plot(
