@@ -14,6 +14,7 @@ from tests.engine.test_speculation import unpriced
 from diptych.compute.ceilings import Ceilings, compute_dtype, is_measured_natively, machine_ceilings
 from diptych.compute.ops.cpu import kernels as cpu_kernels
 from diptych.compute.ops.cpus import Placement
+from diptych.engine import load as load_room
 from diptych.engine import model_profile
 from diptych.engine import report as report_room
 from diptych.engine.async_llm import AsyncLLM
