@@ -130,8 +130,9 @@ DIPTYCH_FORCED __m256i chained(__m256i sum) {
   return sum;
 }
 
-// kCount steps of 4 inputs from `from` on, of some rows: their sums of pairs, or joined to such.
-template <int kCount, bool kFirst, int kRows, class From>
+// kCount steps of 4 inputs from `from` on, of some rows: their sums of pairs, or joined to such. kAlone: no whole sums stand in registers beside
+// them, so that two products have some before both are added.
+template <int kCount, bool kFirst, bool kAlone = false, int kRows, class From>
 DIPTYCH_FORCED void add_pairs(const From& weights, int from, const uint8_t* const (&x)[kRows], int64_t at, __m256i (&sums)[kRows][kHalves]) {
 #pragma GCC unroll 4
   for (int step = from; step < from + kCount; ++step) {
@@ -139,8 +140,14 @@ DIPTYCH_FORCED void add_pairs(const From& weights, int from, const uint8_t* cons
 #pragma GCC unroll 4
     for (int row = 0; row < kRows; ++row) {
       const __m256i own = broadcast_word(x[row] + at + step * 4);
-      if (kFirst && step == from) sums[row][0] = _mm256_maddubs_epi16(low, own), sums[row][1] = _mm256_maddubs_epi16(high, own);
-      else add_codes(sums[row], low, high, own);
+      if (kAlone && !(kFirst && step == from)) {
+        add_codes(sums[row], low, high, own);
+        continue;
+      }
+      const __m256i of_low = _mm256_maddubs_epi16(low, own), of_high = _mm256_maddubs_epi16(high, own);
+      const bool is_first = kFirst && step == from;
+      sums[row][0] = is_first ? of_low : chained(_mm256_add_epi16(sums[row][0], of_low));
+      sums[row][1] = is_first ? of_high : chained(_mm256_add_epi16(sums[row][1], of_high));
     }
   }
 }
@@ -163,8 +170,8 @@ DIPTYCH_FORCED void sum_group(From& weights, const uint8_t* const (&x)[kRows], i
   const int64_t end = from + group;
   __m256i sums[kRows][kHalves];
   if constexpr (kJoined == Joined::group) {
-    add_pairs<4, true>(weights, 0, x, from, sums), weights.advance();
-    for (int64_t at = from + 16; at < end; at += 16, weights.advance()) add_pairs<4, false>(weights, 0, x, at, sums);
+    add_pairs<4, true, true>(weights, 0, x, from, sums), weights.advance();
+    for (int64_t at = from + 16; at < end; at += 16, weights.advance()) add_pairs<4, false, true>(weights, 0, x, at, sums);
     add_widened<true>(sums, of, whole);
     return;
   }
