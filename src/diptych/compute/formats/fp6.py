@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from diptych.compute.formats.matrices import CodedMatrix, CodedParts, Matrix, RawTensors, ScaledMatrix
-from diptych.compute.formats.tensors import CONTRADICTION, Made, Overlaid, all_bytes, require
+from diptych.compute.formats.tensors import Made, Overlaid, all_bytes, require, require_groups
 from diptych.ground.errors import LoadError
 
 GROUP = 32
@@ -27,8 +27,7 @@ def open_fp6(raw: RawTensors, prefix: str, shape: tuple[int, int], weight: str, 
     """weight, by its whole name, u8 [n, 3 k / 4], four codes in three bytes, and weight_scale u8 [n, k / 32], exponents."""
     n, k = shape
     scale = f"{prefix}.weight_scale"
-    if k % GROUP:
-        raise LoadError(f"{prefix} has {k} inputs, which groups of {GROUP} do not divide", hint=CONTRADICTION)
+    require_groups(prefix, k, GROUP)
     require(raw, weight, (n, 3 * k // 4), "U8")
     require(raw, scale, (n, k // GROUP), "U8", "F8_E8M0")
 
