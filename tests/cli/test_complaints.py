@@ -226,7 +226,7 @@ def test_chat_reports_no_cold_start() -> None:
     [
         (("generate", "hi", "--device", "gpu"), "hint: a CUDA device is named cuda"),
         (("generate", "hi", "-m", "qwen2.5-0.5b"), "as --shape qwen2.5-0.5b"),
-        (("generate", "hi", "--max-tokens", "0"), "between 1 and 2147483647"),
+        (("generate", "hi", "--max-tokens", "-1"), "between 0 and 2147483647"),
         (("generate", "hi", "--n", "2000000"), "n is 2000000; it must be a whole number between 1 and 64"),
         (("serve", "--api-key", "", "--port", "0"), "the API key is empty"),  # "$KEY", unset: it once served everybody
         (

@@ -130,6 +130,7 @@ def test_rank_processes_end() -> None:
 @pytest.mark.parametrize("leave", [AsyncLLM.stop, AsyncLLM.close])
 def test_an_async_engine_answers_all_and_gives_all_back(leave: Callable[[AsyncLLM], None]) -> None:
     """Requests in flight end as aborted; the consumer that is left behind, and who asks anew, get an answer."""
+    before = set(threading.enumerate())  # what earlier tests of this process left
 
     async def talk() -> None:
         async with AsyncLLM("bundled", CONFIG) as llm:
@@ -144,4 +145,4 @@ def test_an_async_engine_answers_all_and_gives_all_back(leave: Callable[[AsyncLL
         llm.close()
 
     asyncio.run(talk())
-    assert [one.name for one in threading.enumerate() if one.name.startswith("diptych")] == []
+    assert [one.name for one in threading.enumerate() if one not in before and one.name.startswith("diptych")] == []

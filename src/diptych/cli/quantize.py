@@ -48,4 +48,5 @@ def quantize(
                 n_directions=working.DIRECTIONS.get(weights, 0),
             ),
         )
-    console.print(f"{output}: {written / 1e6:.1f} MB, from {before / 1e6:.1f} MB ({written / before:.0%})")
+    told = f"{output}: {written / 1e6:.1f} MB, from {before / 1e6:.1f} MB ({written / before:.0%})"
+    console.print(told, soft_wrap=True)  # a path is copied whole
