@@ -159,11 +159,6 @@ class Worker:
         events, self._events = self._events, []
         return Batch(events=events, counts=self.counts(), now_s=self._clock.now_s())
 
-    @property
-    def has_events(self) -> bool:
-        """Whether a batch would hold any."""
-        return bool(self._events)
-
     def counts(self) -> WorkerCounts:
         """The numbers of this moment."""
         return WorkerCounts(

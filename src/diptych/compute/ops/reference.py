@@ -149,19 +149,6 @@ def pool_keys(k: torch.Tensor, gates: torch.Tensor, offsets: torch.Tensor) -> to
     return torch.stack(found) if found else torch.zeros(0, k.shape[1])
 
 
-def turn_end(x: torch.Tensor, positions: torch.Tensor, rope: RopeSpec, *, sign: float = 1.0) -> torch.Tensor:
-    """X [T, .., d] whose last rotary_dim numbers turn, neighbours together, fp32; sign -1: the other way."""
-    out, half = x.float().clone(), rope.rotary_dim // 2
-    for t, position in enumerate(positions.tolist()):
-        for i in range(half):
-            angle = torch.tensor(position * rope.inv_freq[i] * sign)
-            at = x.shape[-1] - 2 * (half - i)
-            a, b = x[t, ..., at].float(), x[t, ..., at + 1].float()
-            out[t, ..., at] = a * torch.cos(angle) - b * torch.sin(angle)
-            out[t, ..., at + 1] = b * torch.cos(angle) + a * torch.sin(angle)
-    return out
-
-
 def entries(series: torch.Tensor, gates: torch.Tensor, offsets: torch.Tensor, *, tokens: int) -> torch.Tensor:
     """[whole entries, d] of a sequence, fp32: series and gates [T, n, d], offsets [tokens, n, d]."""
     made = []
