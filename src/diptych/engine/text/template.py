@@ -101,13 +101,10 @@ class ChatTemplate:
     @cached_property
     def dialect(self) -> Dialect:
         """How the model writes calls and thoughts, as this template shows; some ten renderings, once."""
-        template = self._template(has_tools=True)
 
         def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], asks: bool) -> str:
-            messages = [self._worded(message) for message in messages]
-            variables = {**self._tokenizer.special_tokens_map, "messages": messages, "tools": list(tools)}
-            pieces = self._sandbox.pieces(template, {**variables, "documents": None, "add_generation_prompt": asks})
-            return "".join(piece.text for piece in pieces)
+            worded = [self._worded(message) for message in messages]
+            return self._tried(self._template(has_tools=True), worded, list(tools), asks=asks)
 
         return find_dialect(render, "\n".join(self._sources.values()))
 
@@ -117,10 +114,7 @@ class ChatTemplate:
 
         def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
             worded = [self._worded(self._spoken(dict(one))) for one in messages]
-            variables = {**self._tokenizer.special_tokens_map, "messages": worded, "tools": list(tools) or None}
-            rest = {"documents": None, "add_generation_prompt": True}
-            pieces = self._sandbox.pieces(self._template(has_tools=bool(tools)), {**variables, **rest})
-            return "".join(piece.text for piece in pieces)
+            return self._tried(self._template(has_tools=bool(tools)), worded, list(tools) or None)
 
         found = find_taken(render, names_developer=self.names("developer"))
         if found.lacks:
@@ -132,18 +126,27 @@ class ChatTemplate:
     @cached_property
     def wants_parts(self) -> bool:
         """Whether it prints a text only as a part of a list, as templates for pictures do; a text alone would be lost."""
-        template = self._template(has_tools=False)
 
         def prints(content: object) -> bool:
-            messages = [{"role": "user", "content": content}]
-            variables = {**self._tokenizer.special_tokens_map, "messages": messages, "tools": None, "documents": None}
             try:
-                pieces = self._sandbox.pieces(template, {**variables, "add_generation_prompt": True})
+                return _MARK in self._tried(self._template(has_tools=False), [{"role": "user", "content": content}])
             except TemplateError:
                 return False
-            return any(_MARK in piece.text for piece in pieces)
 
         return not prints(_MARK) and prints([{"type": "text", "text": _MARK}])
+
+    def _tried(
+        self,
+        template: jinja2.Template,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        asks: bool = True,
+    ) -> str:
+        """What a template makes of messages of ours, to learn from. Raises TemplateError where it refuses them."""
+        given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": asks}
+        pieces = self._sandbox.pieces(template, {**self._tokenizer.special_tokens_map, **given})
+        return "".join(piece.text for piece in pieces)
 
     @property
     def sources(self) -> tuple[str, ...]:
