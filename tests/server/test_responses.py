@@ -271,6 +271,7 @@ def test_functions_of_a_namespace_are_called_by_both_names_and_come_back_apart(h
     assert (call["type"], call["namespace"], call["name"]) == ("function_call", "clock", "set_time")
     assert json.loads(call["arguments"])["city"] in ("Rome", "Oslo")
     assert called["tools"][1]["name"] == "clock"
+    assert set(called["tools"][1]) == {"type", "name", "description", "tools"}
     assert [tool["name"] for tool in called["tools"][1]["tools"]] == ["get_time", "set_time"]
     events = events_of(http.post("/v1/responses", json={**ask, **forced, "stream": True}).text)
     added = [event["item"] for event in events if event["type"] == "response.output_item.added"]

@@ -335,11 +335,12 @@ class ResponsesAnswer(TurnShape):
         elif form["strict"] is None:
             form["strict"] = True  # the output always fits
         choice = body.tool_choice
+        of_functions = dict.fromkeys(("description", "parameters", "strict"))
         return {
             "previous_response_id": body.previous_response_id,
             "instructions": body.instructions,
             "tools": [
-                {"description": None, "parameters": None, "strict": None, **tool.model_dump(exclude_none=True)}
+                {**({} if tool.type == "namespace" else of_functions), **tool.model_dump(exclude_none=True)}
                 for tool in body.tools or ()
             ],
             "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
